@@ -49,7 +49,8 @@ class SplitDense:
     ----------
     comm : MPI.Comm
         The ranks with the parts. They must not be ranks of one `md.train` or one `md.Stage`, which
-        take the parameters of several ranks for copies; see docs/models.md.
+        take the parameters of several ranks for copies. `md.Pipeline(split=...)` makes such layers
+        for `md.train`.
     name : str
         The parameters are called ``name.weight`` and ``name.bias``.
     inputs, outputs : int

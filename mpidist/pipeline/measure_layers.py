@@ -55,7 +55,7 @@ def measure(model, batch, repeats: int = REPEATS) -> LayerProfile:
 
         backward[k], dy = _shortest(one_pass, repeats)
     return chain([
-        Layer(f"layer{k}", type(layer).__name__, forward[k], backward[k], *sizes[k])
+        Layer(f"layer{k}", _text(layer), forward[k], backward[k], *sizes[k])
         for k, layer in enumerate(layers)
     ])  # fmt: skip
 
@@ -71,6 +71,12 @@ def random_batch(model, samples: int) -> tuple[np.ndarray, np.ndarray]:
         )
     inputs = np.random.default_rng(0).standard_normal((samples, *shape), np.float32)
     return inputs, np.zeros(samples, np.int64)
+
+
+def _text(layer) -> str:
+    """Return the kind of a layer, with the layer's own name if it has one."""
+    kind, name = type(layer).__name__, getattr(layer, "name", None)
+    return f"{kind}({name})" if isinstance(name, str) and name.isidentifier() else kind
 
 
 def _shortest(call: Callable[[], Any], repeats: int) -> tuple[float, Any]:

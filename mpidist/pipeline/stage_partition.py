@@ -161,19 +161,19 @@ def cut(
 
 def _too_large(profile: LayerProfile, memory: float | None) -> str:
     """Return what to do with a layer that alone needs more than the memory of a worker."""
-    need, name, parameters = max(
-        (one.parameter_bytes + one.output_bytes, one.name, one.parameter_bytes)
+    need, name, text, parameters = max(
+        (one.parameter_bytes + one.output_bytes, one.name, one.text, one.parameter_bytes)
         for one in profile.layers
     )
     if memory is None or need <= memory:
         return ""
-    told = f"; node {name} alone needs {need:.0f} bytes"
+    told = f"; node {name} ({text}) alone needs {need:.0f} bytes"
     room = memory - (need - parameters)
     if room <= 0:
         return f"{told}, of which outputs take {need - parameters:.0f}: use smaller microbatches"
     return (
-        f"{told}: split it over {math.ceil(parameters / room)} ranks or more, as "
-        "md.models.SplitDense does"
+        f"{told}: split it over {math.ceil(parameters / room)} ranks or more, by the settings "
+        "split and split_ranks of the strategy pipeline"
     )
 
 

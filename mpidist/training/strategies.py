@@ -17,6 +17,7 @@ from typing import ClassVar
 from ..collectives.schedules.algorithms import chosen
 from ..errors import ConfigError, shown
 from ..gradients.gradient_buckets import bucket_bytes
+from ..models.split_model import check_layers_of_split, check_split_settings, split_ways
 from ..pipeline.pipeline_schedules import SCHEDULES
 from ..pipeline.stage_plan import check_layers, plan_stages
 from ..registry import build, look_up
@@ -217,6 +218,13 @@ class Pipeline:
     flush : int, optional
         For "pipedream": after each `flush` microbatches, and at the end of each step, all stages
         finish them before the next one enters.
+    split : mapping of str to str, optional
+        Dense layers that several ranks share, by name, such as ``{"dense2": "columns"}``: each rank
+        has some "columns" or "rows" of the weights, see `md.models.SplitDense`.
+    split_ranks : int, optional
+        The number of ranks that share these layers. There are so many pipelines beside each other,
+        so the job has as many ranks as the stages and replicas say, times `split_ranks`. By default
+        all ranks of a stage, or of each of its `replicas`.
     """
 
     stages: int | None = None
@@ -225,6 +233,8 @@ class Pipeline:
     schedule: str = "1f1b"
     chunks: int = 1
     flush: int | None = None
+    split: Mapping[str, str] | None = None
+    split_ranks: int | None = None
     in_parts: ClassVar[bool] = True  # no rank makes the parameters of the whole model
     takes_microbatches: ClassVar[bool] = True
     has_replicas: ClassVar[bool] = True
@@ -237,6 +247,7 @@ class Pipeline:
         expect(many, "chunks", self.chunks, "a whole number of 1 or more")
         emptied = self.flush is None or (is_whole_number(self.flush) and self.flush >= 1)
         expect(emptied, "flush", self.flush, "a whole number of 1 or more")
+        check_split_settings(self.split, self.split_ranks)
         for name in ("cuts", "replicas"):
             value = getattr(self, name)
             listed = isinstance(value, Sequence) and not isinstance(value, str)
@@ -257,6 +268,14 @@ class Pipeline:
         """Return how many of `size` ranks are workers."""
         return size
 
+    def _ways(self, size: int) -> int:
+        """Return how many of `size` ranks share a layer that is split; 1 without a split."""
+        if self.split is None:
+            return 1
+        stages = self.stages or (0 if self.cuts == "auto" else self._parts(1) // self.chunks)
+        others = stages if self.replicas is None else sum(self.replicas)
+        return split_ways(size, others, self.split_ranks)
+
     def _parts(self, size: int) -> int:
         """Return the number of parts of the model on `size` ranks."""
         if self.cuts != "auto":
@@ -270,6 +289,9 @@ class Pipeline:
         if size is None:
             several = sum(self.replicas) if self.replicas is not None else None
             size = several or self.stages or self._parts(1) // self.chunks
+            size *= self.split_ranks or 1
+        ways = self._ways(size)
+        size //= ways
         parts = self._parts(size)
         if parts > layers:
             raise ConfigError(
@@ -283,6 +305,8 @@ class Pipeline:
                     "sample_shape; give the cuts"
                 )
         self._grid(layers, cuts, size, microbatches)
+        if self.split is not None:
+            check_layers_of_split(model, optimizer, self.split, ways)
         if "clip_norm" in (getattr(optimizer, "settings", None) or {}):
             raise ConfigError(
                 "clip_norm is a norm over all layers, and each stage has only some; leave it out, "
@@ -299,12 +323,24 @@ class Pipeline:
         """Return the object that trains the stages in one run. Collective over `comm`."""
         from .exchanges.pipeline_exchange import Stages, measured_cuts
 
-        cuts = self.cuts
+        cuts, samples = self.cuts, -(-global_batch // microbatches)
+        if self.split is not None:
+            return self._open_split(comm, model, optimizer, samples, microbatches)
         if cuts == "auto":
-            samples = -(-global_batch // microbatches)
             cuts = measured_cuts(comm, model, self._parts(comm.size), samples)
         grid = self._grid(len(model.layers), cuts, comm.size, microbatches)
         return Stages(comm, model, optimizer, grid)
+
+    def _open_split(self, comm, model, optimizer, samples: int, microbatches: int):
+        from .exchanges.split_exchange import SplitStages
+
+        ways = self._ways(comm.size)
+        ranks, layers = comm.size // ways, len(model.layers)
+        return SplitStages(
+            comm, model, optimizer, split=self.split or {}, ways=ways, samples=samples,
+            plan=lambda cuts: self._grid(layers, cuts, ranks, microbatches),
+            cuts=None if self.cuts == "auto" else self.cuts, parts=self._parts(ranks),
+        )  # fmt: skip
 
 
 CONSISTENCIES = {"bsp": BSP, "asp": ASP, "ssp": SSP, "dssp": DSSP, "backup_workers": BackupWorkers}

@@ -75,6 +75,20 @@ def test_a_kill_at_an_action_of_a_step(tmp_path, alone, rank):
         assert check(folder, alone, 2)["restarts"] == 1
 
 
+def test_a_split_layer_is_resumed_whole(tmp_path):
+    """A kill in the run with split layers; its last checkpoint then is one of a whole model."""
+    words = PIPELINE + "stages = 1\nsplit_ranks = 2\n"
+    write_job(tmp_path, words + "split = {dense1 = 'columns', dense2 = 'rows'}\n", **SETTINGS)
+    run(tmp_path, "-n", "2", fault="kill@step:70,rank=1")
+    split = summary(tmp_path)
+    assert (split["restarts"], split["pipeline"]["split_ranks"]) == (1, 2)
+    more = ["--set", "strategy.name=allreduce", "--set", "steps=130"]
+    launch(1, [*TRAIN, *more], cwd=tmp_path, timeout=60).check()
+    whole = summary(tmp_path)
+    assert (whole["resumed_at"], whole["ranks"]) == (120, 1)
+    assert min(whole["test_accuracy"], split["test_accuracy"]) > 0.8
+
+
 def test_a_stage_that_raises_ends_all_ranks(tmp_path):
     """One traceback, that of the rank that failed; nobody hangs."""
     write_job(tmp_path, PIPELINE + "cuts = [1, 3]\n", **SETTINGS)
@@ -123,6 +137,9 @@ def test_bad_input_is_one_line_before_mpi(tmp_path):
         (["microbatches=0"], "microbatches=0: expected a whole number"),
         (["elastic.min_ranks=1"], "elastic: Pipeline cannot go on after a death"),
         (["optimizer.clip_norm=1.0"], "clip_norm is a norm over all layers"),
+        (["strategy.split.dense7=rows", "strategy.stages=2"], "no dense layer 'dense7'"),
+        (["strategy.split.dense2=row", "strategy.stages=2"], "'row'; expected 'columns' or 'rows'"),
+        (["strategy.split.dense2=columns", "strategy.stages=3"], "2 ranks are no multiple of the"),
     ):  # fmt: skip
         write_job(tmp_path, PIPELINE, **SETTINGS)
         command = TRAIN + [word for one in words for word in ("--set", one)]

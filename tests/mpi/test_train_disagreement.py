@@ -266,6 +266,8 @@ STRATEGIES = [
     (md.Pipeline(), "schedule", "gpipe"),
     (md.Pipeline(schedule="interleaved", chunks=2), "chunks", 1),
     (md.Pipeline(schedule="pipedream"), "flush", 2),
+    (md.Pipeline(stages=1, split={"dense2": "rows"}), "split", {"dense2": "columns"}),
+    (md.Pipeline(stages=1, split={"dense2": "rows"}, split_ranks=3), "split_ranks", 1),
     (md.PeerAverage(), "graph", "ring"),
     (md.PeerAverage(), "every", 3),
     (md.PeerAverage(), "consistency", md.ASP()),

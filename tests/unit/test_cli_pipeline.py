@@ -62,7 +62,7 @@ def test_a_measured_profile_can_be_cut(tmp_path, monkeypatch, capsys):
     assert "microbatch of 4 samples" in (told := capsys.readouterr().out)
     assert "mpidist pipeline partition job.profile.txt --workers N" in told
     layers = read_profile("job.profile.txt").layers
-    assert [layer.text for layer in layers] == ["Rows", "Dense", "Relu", "Dense"]
+    assert [layer.text for layer in layers] == ["Rows", "Dense(dense1)", "Relu", "Dense(dense2)"]
     assert [layer.output_bytes for layer in layers] == [4 * 64 * 4, 4 * 32 * 4, 4 * 32 * 4, 160]
     assert [layer.parameter_bytes for layer in layers] == [0, 4 * 65 * 32, 0, 4 * 330]
     assert all(layer.forward > 0 for layer in layers)

@@ -96,7 +96,7 @@ def test_the_command_says_which_wins(tmp_path, capsys):
 def test_a_layer_that_alone_is_too_large_is_told_of():
     """10 MB of outputs and parameters; 3 MB of memory less 1 MB of outputs hold 2 of 9 MB."""
     layers = [Layer("a", "Dense", 0.1, 0.1, 1e5, 1e5), Layer("b", "Dense", 0.1, 0.1, 1e6, 9e6)]
-    told = "node b alone needs 10000000 bytes: split it over 5 ranks or more"
+    told = r"node b \(Dense\) alone needs 10000000 bytes: split it over 5 ranks or more, by"
     with pytest.raises(NoPartition, match=told):
         cut(chain(layers), workers=2, memory=3e6)
     with pytest.raises(NoPartition, match="of which outputs take 1000000: use smaller microb"):

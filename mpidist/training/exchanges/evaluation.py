@@ -6,20 +6,26 @@ Exchanges whose workers have the whole model inherit from `WholeModel`.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from ... import events
 from ...arrays import array_module
+from ...checkpoint.format.state import array_of, region_of, shape_of
 from ...collectives.allreduce import allreduce
+from ...collectives.gather import gather
 from ...data import BadRecordFilter, as_source
 from ...partition import BlockPartition
+from ...runtime.agreement.run_on_all import run_on_all
 from ...runtime.communicator import check_comm
 from ..feed import beside
 
 #: Samples per call of ``model.predict``.
 _CHUNK = 256
+#: The most bytes of an array that `digest_of_parts` sends to rank 0 at a time.
+BLOCK = 16 << 20
 
 
 class WholeModel:
@@ -96,5 +102,72 @@ def parameters_digest(parameters: dict) -> str:
 def add_to_digest(total, name: str, array) -> None:
     """Add one parameter to the digest `total`; the parameters come in the order of their names."""
     host = array if array_module(array) is np else array.get()
-    total.update(f"{name} {host.dtype.str} {host.shape}\n".encode())
+    total.update(digest_header(name, host.dtype.str, host.shape))
     total.update(np.ascontiguousarray(host).tobytes())
+
+
+def digest_header(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Return what a digest has before the bytes of a parameter; `dtype` as in ``dtype.str``."""
+    return f"{name} {dtype} {shape}\n".encode()
+
+
+def digest_of_parts(comm, arrays: Mapping) -> str:
+    """Return on all ranks what `parameters_digest` returns for the whole arrays. Collective.
+
+    `arrays` has the arrays of this rank by name. An array is either whole or a `Shard` that is a
+    box. Ranks may have different names, and several ranks may have the same array or box.
+    """
+
+    def described() -> dict:
+        return {
+            name: (array_of(one).dtype.str, shape_of(one), tuple(region_of(one)))
+            for name, one in arrays.items()
+        }
+
+    everyone = run_on_all(comm, "md.train: digest", described, list)
+    total = hashlib.sha256()
+    for name in sorted({name for each in everyone for name in each}):
+        kind, shape, _ = next(each[name] for each in everyone if name in each)
+        boxes = {}  # those of different ranks, each from the lowest rank that has it
+        for rank, each in reversed(list(enumerate(everyone))):
+            if name in each:
+                boxes[tuple(map(tuple, each[name][2]))] = rank
+        total.update(digest_header(name, kind, tuple(shape)))
+        for block in _blocks(comm, arrays.get(name), np.dtype(kind), shape, boxes):
+            total.update(block)
+    return run_on_all(comm, "md.train: digest", total.hexdigest, lambda everyone: everyone[0])
+
+
+def _blocks(comm, mine, dtype: np.dtype, shape, boxes: Mapping) -> Iterator[bytes]:
+    """Yield the bytes of an array on rank 0, a few rows at a time, and nothing on other ranks."""
+    rows, row = (shape[0], tuple(shape[1:])) if len(shape) else (1, ())
+    step = max(1, BLOCK // max(1, dtype.itemsize * int(np.prod(row, dtype=np.int64))))
+    order = sorted(boxes.items(), key=lambda item: item[1])
+    for first in range(0, rows, step):
+        stop = min(first + step, rows)
+        counts, places = [0] * comm.size, []
+        for (start, extent), rank in order:
+            top = start[0] if start else 0
+            a, b = max(first, top), min(stop, top + (extent[0] if extent else 1))
+            inside = (b - a, *extent[1:])
+            if a >= b:
+                continue
+            counts[rank] = int(np.prod(inside, dtype=np.int64)) * dtype.itemsize
+            columns = tuple(slice(s, s + n) for s, n in zip(start[1:], extent[1:], strict=True))
+            places.append((rank, (slice(a - first, b - first), *columns), inside, a - top))
+        sent = np.empty(0, np.uint8)
+        for rank, _, inside, begin in places:
+            if rank == comm.rank:
+                part = array_of(mine)
+                part = part.reshape(1) if part.ndim == 0 else part
+                part = part[begin : begin + inside[0]]
+                host = part if array_module(part) is np else part.get()
+                sent = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+        got = gather(comm, sent, counts=counts)
+        if got is None:
+            continue
+        block, at = np.empty((stop - first, *row), dtype), 0
+        for rank, place, inside, _ in places:
+            block[place] = got[at : at + counts[rank]].view(dtype).reshape(inside)
+            at += counts[rank]
+        yield block.tobytes()

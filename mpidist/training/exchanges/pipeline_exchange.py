@@ -274,7 +274,7 @@ class Stages:
         return {
             "cuts": list(grid.cuts), "replicas": list(grid.replicas), "schedule": grid.schedule,
             "chunks": grid.chunks, "microbatches": grid.microbatches,
-            **run_on_all(self.comm, "md.train: layout", lambda: known, together),
+            **run_on_all(stage.comm, "md.train: layout", lambda: known, together),
         }  # fmt: skip
 
     def peer_facts(self) -> None:
@@ -331,11 +331,14 @@ def simulated_bubble(grid: PipelineGrid, times: Sequence[Mapping]) -> float | No
     return round(simulate_placed(lists, costs, NO_TIME, grid.holder).bubble, 4)
 
 
-def measured_cuts(comm, model, parts: int, samples: int) -> list[int]:
-    """Return where to cut a model for `parts` parts, as rank 0 measures it. Collective."""
+def measured_cuts(comm, model, parts: int, samples: int, measuring: int = 1) -> list[int]:
+    """Return where to cut a model for `parts` parts, as rank 0 measures it. Collective.
+
+    The first `measuring` ranks measure it together, if they share layers.
+    """
 
     def local() -> list[int] | None:
-        if comm.rank or parts == 1:
+        if comm.rank >= measuring or parts == 1:
             return []
         if "parameters" in vars(model):
             checked_arrays(model, model.layers)

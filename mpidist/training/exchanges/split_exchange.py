@@ -1,0 +1,148 @@
+"""How ``Pipeline(split=...)`` trains: several ranks share the large dense layers of each stage.
+
+    2 stages, split_ranks = 2     ranks 0, 1 have stage 0, and ranks 2, 3 stage 1
+
+                 stage 0     stage 1
+    pipeline 0   rank 0 ---- rank 2
+                   |           |          | ranks that share the layers named in `split`
+    pipeline 1   rank 1 ---- rank 3
+
+Both pipelines train with the same microbatches. The ranks of a stage compute its other layers
+twice, with the same bits. A split layer sums or gathers over the ranks that share it. A checkpoint
+has the whole arrays: each rank saves its part as a `Shard` of the array. So it restarts with any
+other split, on any grid, and with `AllReduce`, which has the whole layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from ...checkpoint.format.state import Shard
+from ...collectives.allreduce import allreduce
+from ...collectives.broadcast_parameters import broadcast_parameters
+from ...fault_tolerance.check_replicas import check_replicas
+from ...models.split_model import parts_of, split_model
+from ...pipeline import PipelineGrid
+from ...runtime.agreement.run_on_all import run_on_all
+from ...runtime.agreement.tell_others import tell
+from ...runtime.context import free, of
+from .evaluation import digest_of_parts
+from .pipeline_exchange import Stages, measured_cuts
+
+#: Facts of `Stages.layout` that have a value for each rank.
+_BY_RANK = (
+    "idle", "kept", "stash_bytes", "bytes_sent", "versions", "staleness", "staleness_mean",
+)  # fmt: skip
+
+
+class SplitStages(Stages):
+    """Train a model in stages, of which several ranks share some layers. Collective over `comm`.
+
+    Parameters
+    ----------
+    comm : MPI.Comm
+    model, optimizer
+        The model has whole layers.
+    split : mapping
+        As in `Pipeline`.
+    ways : int
+        The number of ranks that share a layer, which divides the ranks of `comm`.
+    plan : callable
+        ``plan(cuts)`` returns the grid of one of the pipelines.
+    cuts : sequence of int, or None
+        None if they are measured.
+    parts, samples : int
+        The parts of the model, and the samples of a microbatch, for this measurement.
+    """
+
+    def __init__(
+        self, comm, model, optimizer, *, split: Mapping[str, str], ways: int,
+        plan: Callable[..., PipelineGrid], cuts, parts: int, samples: int,
+    ):  # fmt: skip
+        self.ways, self.split, self.way = ways, dict(split), comm.rank % ways
+        # Ranks beside each other share a layer, because they are most often on one node.
+        self.sharers = comm.Split(comm.rank // ways, comm.rank)
+        self.pipeline = comm.Split(self.way, comm.rank)
+        own = split_model(model, self.sharers, split)
+        if cuts is None:
+            cuts = measured_cuts(comm, own, parts, samples, measuring=ways)
+        super().__init__(self.pipeline, own, optimizer, plan(cuts))
+        self.comm = self.workers = comm
+        model.parameters = self.parameters
+        self._parts = parts_of(own)
+        if self._shared():
+            broadcast_parameters(self.sharers, self._shared())
+
+    def _shared(self) -> dict:
+        """Return the parameters that all ranks of `sharers` have whole."""
+        return {name: a for name, a in self.parameters.items() if name not in self._parts}
+
+    def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
+        """Return (mean loss of the global batch, whether `stop` is true on a rank). Collective."""
+        counts = not self._skipped and self.way == 0  # all pipelines have the same loss
+        values = np.array([self.stage.loss_share() if counts else 0.0, bool(stop)])
+        allreduce(self.comm, values, algorithm="native")
+        return float(values[0]), bool(values[1] > 0)
+
+    def state(self, saving: bool) -> dict:
+        """Return the arrays of this stage, without a copy; of split layers, as shards."""
+        return self._as_shards(super().state(saving))
+
+    def _as_shards(self, tree: Mapping) -> dict:
+        def leaf(name: str, value):
+            if isinstance(value, Mapping):
+                return self._as_shards(value)
+            return Shard(value, *self._parts[name]) if name in self._parts else value
+
+        return {name: leaf(name, value) for name, value in tree.items()}
+
+    def check(self, step: int) -> None:
+        """Raise ReplicaError on all ranks unless all copies of each parameter are equal.
+
+        Collective.
+        """
+        super().check(step)
+        run_on_all(
+            self.comm, "md.train", lambda: check_replicas(self.sharers, self._shared(), step=step)
+        )
+
+    def layout(self) -> dict:
+        """Return what `Stages.layout` does, with the split, and with a value for every rank.
+
+        Collective.
+        """
+        mine = super().layout()
+
+        def together(everyone: list) -> dict:
+            each = everyone[: self.ways]  # the ranks with the first layers, one of each pipeline
+            found = dict(each[0])
+            for name in _BY_RANK:
+                rows = zip(*(one[name] for one in each), strict=True)
+                found[name] = [value for row in rows for value in row]
+            cuts = zip(*(one["cut_bytes"] for one in each), strict=True)
+            found["cut_bytes"] = [sum(row) for row in cuts]
+            found["bubble"] = round(sum(found["idle"]) / len(found["idle"]), 4)
+            return {**found, "split": self.split, "split_ranks": self.ways}
+
+        return run_on_all(self.comm, "md.train: layout", lambda: mine, together)
+
+    def digest(self) -> str:
+        """Return the SHA-256 digest of all parameters, which are whole arrays in it. Collective."""
+        return digest_of_parts(self.comm, self._as_shards(self.parameters))
+
+    def close(self) -> None:
+        """Free the stage and the communicators. Collective."""
+        super().close()
+        for comm in (self.sharers, self.pipeline):
+            if of(comm).failed:
+                return  # messages may be on their way
+            free(comm)
+            comm.Free()
+
+    def abandon(self, error: BaseException) -> None:
+        """Send the other ranks the error that has ended the run on this rank."""
+        for comm in (self.sharers, self.pipeline):
+            tell(comm, error)
+        super().abandon(error)
