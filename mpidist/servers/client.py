@@ -60,19 +60,12 @@ class Client:
         self.closed = self.removed = False
         self._batch, self._drops = asked.global_batch, asked.nonfinite == "drop"
         self._nonfinite = self.dropped = self.skipped = 0
-        self._names = Selection(name, layout)
         self._bound: BoundPushPull | None = None
-        self._binds = _BINDS
-        pieces: list[list[WirePiece]] = [[] for _ in self._servers]
+        self.asked = asked._replace(model={})  # without the memory of the arrays
         # A death may break a push off in an elastic run, and then no server may have applied it.
         safe = asked.consistency.streams and not group.votes and ulfm.current is None
-        if safe and has_the_same_bits(asked.optimizer):
-            cuts = (cut_shard(layout, k, piece_bytes) for k in range(len(self._servers)))
-            pieces = [each if len(each) > 1 else [] for each in cuts]
-        asks_all = asked.consistency.asks_all or group.votes
-        self.requests = ClientRequests(
-            group.link, self._servers, model, self._names, pieces, asks_all
-        )
+        self._cuts = safe and has_the_same_bits(asked.optimizer)
+        self.requests = self._requests(model, piece_bytes)
         self.versions = self.requests.versions
         self._staleness: Counter[int] = Counter()
         self._waits = {"server": 0.0, "worker": 0.0}
@@ -247,6 +240,25 @@ class Client:
         }
 
     # -- messages ------------------------------------------------------------------------
+
+    def _requests(self, model: int, piece_bytes: int) -> ClientRequests:
+        """Return the requests for the present layout."""
+        layout, numbers = self.layout, range(len(self._servers))
+        self._names, self._binds = Selection(self.name, layout), _BINDS
+        pieces: list[list[WirePiece]] = [[] for _ in numbers]
+        if self._cuts:
+            cuts = (cut_shard(layout, k, piece_bytes) for k in numbers)
+            pieces = [each if len(each) > 1 else [] for each in cuts]
+        asks_all = self.asked.consistency.asks_all or self.group.votes
+        return ClientRequests(self._link, self._servers, model, self._names, pieces, asks_all)
+
+    def use_layout(self, layout: ServerLayout, servers: list[int], piece_bytes: int) -> None:
+        """Ask the servers of another layout from now on, between two clocks."""
+        self.layout, self._servers, before = layout, servers, self.requests
+        self._bound = None
+        self.requests = self._requests(before.model, piece_bytes)
+        self.requests.go_on_from(before)
+        self.versions = self.requests.versions
 
     def _open(self) -> None:
         if self.removed:

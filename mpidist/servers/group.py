@@ -23,6 +23,7 @@ from ..errors import ClosedError, ConfigError, ProtocolError, nearest, shown
 from ..events import trails
 from ..runtime.context import free, of
 from .add_model import agree_to_remove, host_model
+from .balance.online_shares import OnlineShares
 from .client import Client
 from .consistency import BSP, Consistency
 from .layout.agree_on_roles import agree_on_roles
@@ -36,7 +37,7 @@ from .protocol import BARRIER, BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER
 from .server import Hosted, Server
 
 
-class ServerGroup:
+class ServerGroup(OnlineShares):
     """A group of parameter servers and workers, used as a ``with`` block. Collective over `comm`.
 
     The method `add` and the end of the ``with`` block are also collective over `comm`.
@@ -99,6 +100,8 @@ class ServerGroup:
             if self.is_worker:
                 self.link.background = self._server.poll
                 self._server.on_pause = lambda tag: None  # the rank's worker does the server's part
+            else:
+                self._server.on_call = self._take_part
         self._changes = ModelChanges(self.link, self._server)
 
     # -- models ----------------------------------------------------------------------------
@@ -249,15 +252,18 @@ class ServerGroup:
         self._workers("pause")
         if isinstance(tag, bool) or not isinstance(tag, str | int):
             raise ConfigError(f"pause: tag={shown(tag)}; expected a string or a whole number")
+        with GroupCall(self.link, "pause"), self.link.doing("pause"):
+            self._pause(tag)
+
+    def _pause(self, tag: Any) -> None:
         link, replies = self.link, []
-        with GroupCall(link, "pause"), link.doing("pause"):
-            for rank in self.server_ranks:
-                replies.append(link.receive(rank, TO_WORKER, HEADER_BYTES))
-                link.tell(PAUSE, rank, TO_SERVER, json.dumps(tag).encode())
-            with self._changes.pausing():
-                link.wait_for(replies, "worker")
-            for reply in replies:
-                link.pool.give(reply.buffer)
+        for rank in self.server_ranks:
+            replies.append(link.receive(rank, TO_WORKER, HEADER_BYTES))
+            link.tell(PAUSE, rank, TO_SERVER, json.dumps(tag).encode())
+        with self._changes.pausing():
+            link.wait_for(replies, "worker")
+        for reply in replies:
+            link.pool.give(reply.buffer)
 
     def barrier(self) -> None:
         """Wait for all workers, and serve requests meanwhile. Collective over the workers.

@@ -422,21 +422,26 @@ class Link:
         self._exchanges += 1
         return json.loads(everything)
 
-    def _give(self, ranks: Sequence[int], tag: int, data: bytes) -> None:
+    @contextmanager
+    def pinned(self, *memory) -> Iterator[None]:
+        """Keep requests and buffers while a ``with`` block runs, and also after it has failed."""
         self.touched = True
-        sending: list[MPI.Request] = []
-        self._pinned.append((sending, data))
-        for rank in ranks:
-            sending.append(self.comm.Isend([data, MPI.BYTE], rank, self.tag + tag))
-        self.wait(lambda: test_all(sending), peers="all")
+        self._pinned.append(memory)
+        yield
         self._pinned.pop()
+
+    def _give(self, ranks: Sequence[int], tag: int, data: bytes) -> None:
+        sending: list[MPI.Request] = []
+        with self.pinned(sending, data):
+            for rank in ranks:
+                sending.append(self.comm.Isend([data, MPI.BYTE], rank, self.tag + tag))
+            self.wait(lambda: test_all(sending), peers="all")
 
     def _take(self, source: int, tag: int) -> bytes:
         data = bytearray(self.wait_for_size(source, tag, "all"))
         request = self.comm.Irecv([data, MPI.BYTE], source, self.tag + tag)
-        self._pinned.append((request, data))
-        self.wait(tester(request), peers="all")
-        self._pinned.pop()
+        with self.pinned(request, data):
+            self.wait(tester(request), peers="all")
         return bytes(data)
 
 

@@ -58,6 +58,7 @@ class Server:
         self.decisions = Decisions(link, servers)
         self.models: list[Hosted] = []
         self.on_pause: Callable[[Any], None] | None = None
+        self.on_call: Callable[[Any], None] = lambda call: None  # a call of the workers' group
         self.in_pause = False  # whether `on_pause` runs
         self.in_own_pause = False  # whether the worker on this rank is in `pause`
         self.announced: list[int] = []  # ranks that already add or remove a model
@@ -365,7 +366,8 @@ class Server:
                 f"parameter server {self.index}: pause: workers stand at different clocks of "
                 f"{held}; let all call clock() equally often before a pause"
             )
-        if self.on_pause is None:
+        call = self.on_call if isinstance(tags[0], dict) else self.on_pause
+        if call is None:
             raise ProtocolError(
                 f"parameter server {self.index}: the workers pause ({tags[0]!r}) but this server "
                 "has no on_pause; call group.serve(on_pause=...) on server ranks"
@@ -375,7 +377,7 @@ class Server:
             self.link.tell(protocol.PAUSE, rank, TO_WORKER)
         self.in_pause = True
         with self.link.doing("serve pause"):
-            self.on_pause(tags[0])
+            call(tags[0])
         self.in_pause = False
 
     def forget(self, name: str) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from ..arrays import work_dtype
 from ..errors import ConfigError, nearest, shown
 from ..registry import has_argument
+from .layout.dealt_rows import dealt_to
 from .layout.placement import ServerLayout, Tensor
 from .layout.routing import ShardPart, views
 from .rows.row_sums import merge_rows
@@ -80,13 +81,14 @@ def initial(out: np.ndarray, name: str, start: int, init: tuple[str, float], see
 def _initial_rows(out: np.ndarray, tensor: Tensor, server: int, init, seed: int) -> None:
     """Fill `out` with the initial values of the rows of a tensor that are dealt to `server`."""
     width = max(1, tensor.width)
-    mine, step = out.reshape(-1, width), max(1, _TILE // width) * tensor.dealt
-    some = np.empty((step, width), out.dtype)
-    for start in range(0, tensor.shape[0], step):  # a multiple of the number of servers
+    mine, step = out.reshape(-1, width), max(1, _TILE // width) * len(tensor.dealt)
+    some, done = np.empty((step, width), out.dtype), 0
+    for start in range(0, tensor.shape[0], step):  # a multiple of the period of the turns
         rows = some[: tensor.shape[0] - start]
         initial(rows.reshape(-1), tensor.name, start * width, init, seed)
-        taken = rows[server :: tensor.dealt]
-        mine[start // tensor.dealt :][: len(taken)] = taken
+        taken = rows[dealt_to(server, len(rows), tensor.dealt)]
+        mine[done : done + len(taken)] = taken
+        done += len(taken)
 
 
 class ServerShard:
@@ -103,12 +105,9 @@ class ServerShard:
     """
 
     def __init__(self, layout: ServerLayout, server: int, optimizer, inits: Mapping, seed: int):
-        self.layout, self.server = layout, server
-        self.version = 0
+        self.server, self.version = server, 0
         self.parameters: dict[str, np.ndarray] = {}
-        self._keys = {piece.tensor: layout.key(piece) for piece in layout.pieces[server]}
-        self._starts = {piece.tensor: piece.start for piece in layout.pieces[server]}
-        self._sums: dict[int, np.ndarray] = {}
+        self._place(layout)
         for tensor, start, stop in layout.pieces[server]:
             name, _, dtype, *_ = layout.tensors[tensor]
             array = self.parameters[self._keys[tensor]] = np.empty(stop - start, dtype)
@@ -119,6 +118,18 @@ class ServerShard:
                 initial(array, name, start, init, seed)
         self.state = optimizer.init(self.parameters)
         self.use(optimizer)
+
+    def _place(self, layout: ServerLayout) -> None:
+        self.layout = layout
+        self._keys = {piece.tensor: layout.key(piece) for piece in layout.pieces[self.server]}
+        self._starts = {piece.tensor: piece.start for piece in layout.pieces[self.server]}
+        self._sums: dict[int, np.ndarray] = {}
+
+    def divide_anew(self, layout: ServerLayout) -> None:
+        """Use another layout, whose pieces are in `parameters` and `state` under their new keys."""
+        self._place(layout)
+        self.parameters = {key: self.parameters[key] for key in self._keys.values()}
+        self.use(self.optimizer)
 
     def use(self, optimizer) -> None:
         """Use `optimizer` from now on; its state must have the form of the present state."""
@@ -298,7 +309,7 @@ class ServerShard:
     def _saved_as(self, tensor: int, start: int):
         """Return the first element of a piece, or its rows if they are dealt to the servers."""
         dealt, shape = self.layout.tensors[tensor].dealt, self.layout.tensors[tensor].shape
-        return np.arange(self.server, shape[0], dealt) if dealt else start
+        return dealt_to(self.server, shape[0], dealt) if dealt else start
 
     def load(self, saved: Mapping) -> None:
         """Set parameters, optimizer state and update count from pieces that any servers have saved.

@@ -96,7 +96,7 @@ def spread() -> None:
     for _ in range(200):
         ids = np.unique((rng.zipf(1.2, SOME) - 1) % ROWS)
         for name, layout in layouts.items():
-            rows = dealt_places(ids, ROWS, 4) if name == "rows" else ids
+            rows = dealt_places(ids, ROWS, (0, 1, 2, 3)) if name == "rows" else ids
             counts[name] += [owned(layout, pieces[0], rows).sum() for pieces in layout.pieces]
     for name, found in counts.items():
         print(f"spread {name:10} busiest over mean {found.max() / found.mean():.3f}")

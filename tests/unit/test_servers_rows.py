@@ -131,8 +131,9 @@ def test_unknown_policies_are_refused(given, text):
 @pytest.mark.parametrize("count", [1, 2, 7, 30])
 def test_dealt_rows(count, servers):
     """R22: row r is dealt to server r modulo n; its initial values are those of ranges."""
-    order = dealt_order(count, servers)
-    places = dealt_places(np.arange(count), count, servers)
+    turns = tuple(range(servers))
+    order = dealt_order(count, turns)
+    places = dealt_places(np.arange(count), count, turns)
     np.testing.assert_array_equal(order[places], np.arange(count))
     specs, deal = {"e": ((count, 3), "f4"), "b": ((5,), "f8")}, {"e": RowPolicy("lazy", "rows")}
     layout = place_tensors(specs, servers, deal)
@@ -169,7 +170,7 @@ def test_dealt_rows_balance_frequent_rows():
         counts = np.zeros(4)
         for _ in range(200):
             ids = np.unique((rng.zipf(1.2, 256) - 1) % (1 << 20))
-            here = dealt_places(ids, 1 << 20, 4) if spread == "rows" else ids
+            here = dealt_places(ids, 1 << 20, (0, 1, 2, 3)) if spread == "rows" else ids
             counts += [owned(layout, pieces[0], here).sum() for pieces in layout.pieces]
         loads[spread] = counts.max() / counts.mean()
     assert loads["ranges"] > 2

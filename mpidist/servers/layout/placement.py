@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...tensors import dtype_of
-from .dealt_rows import first_rows
+from .dealt_rows import Turns, first_rows, turns_of
 
 #: A tensor larger than this fraction of a server's mean share is large, and may be cut.
 LARGE = 1 / 32
@@ -46,8 +46,8 @@ class RowPolicy(NamedTuple):
 class Tensor(NamedTuple):
     """The name, shape and dtype of one tensor, and whether the tensor is cut only between rows.
 
-    `lazy`: an update moves only the rows that a push names. `dealt`: to how many servers the rows
-    are dealt, see `dealt_rows`; 0 if each server has consecutive rows.
+    `lazy`: an update moves only the rows that a push names. `dealt`: the turns in which rows are
+    dealt to the servers, see `dealt_rows`; empty if each server has consecutive rows.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Tensor(NamedTuple):
     dtype: np.dtype
     by_rows: bool = True
     lazy: bool = False
-    dealt: int = 0
+    dealt: Turns = ()
 
     @property
     def size(self) -> int:
@@ -99,7 +99,8 @@ class ServerLayout(NamedTuple):
         total = sum(loads)
         if not total:
             return 1.0
-        return max(load / (share * total) for load, share in zip(loads, self.shares, strict=True))
+        shares = zip(loads, self.shares, strict=True)
+        return max(load / (share * total) for load, share in shares if share)
 
     def key(self, piece: Piece) -> str:
         """Return the name of a piece: the tensor's name, with ``@start`` if the tensor is cut."""
@@ -122,12 +123,15 @@ def place_tensors(
     specs : mapping
         Name to (shape, dtype).
     servers : int or sequence of float
-        Number of servers, at least 1, with equal shares; or the share of each, above 0.
+        Number of servers, at least 1, with equal shares; or the share of each. A server with share
+        0 holds nothing.
     policies : mapping, optional
         Name to `RowPolicy`.
     """
     shares = [1.0] * servers if isinstance(servers, int) else list(servers)
     shares = [share / sum(shares) for share in shares]
+    holding = sum(share > 0 for share in shares)
+    turns = turns_of(shares)
     chosen = {name: RowPolicy() for name in sorted(specs)} | dict(policies or {})
     plain = [
         Tensor(
@@ -135,13 +139,13 @@ def place_tensors(
             tuple(map(int, specs[name][0])),
             dtype_of(specs[name][1]),
             lazy=chosen[name].rows == "lazy",
-            dealt=len(shares) if chosen[name].spread == "rows" and len(specs[name][0]) else 0,
+            dealt=turns if chosen[name].spread == "rows" and len(specs[name][0]) else (),
         )
         for name in sorted(specs)
     ]
     total = sum(t.nbytes for t in plain)
-    mean = total / len(shares)
-    tensors = tuple(t._replace(by_rows=_cut_by_rows(t, len(shares), mean)) for t in plain)
+    mean = total / holding
+    tensors = tuple(t._replace(by_rows=_cut_by_rows(t, holding, mean)) for t in plain)
     loads = [0.0] * len(shares)
     pieces: list[list[Piece]] = [[] for _ in shares]
     for i, tensor in enumerate(tensors):
@@ -153,12 +157,16 @@ def place_tensors(
     others = [(i, t) for i, t in enumerate(tensors) if not t.dealt]
     small = [(i, t) for i, t in others if t.nbytes <= LARGE * mean and t.size]
     for i, tensor in sorted(small, key=lambda each: -each[1].nbytes):
-        filled = [(load + tensor.nbytes) / share for load, share in zip(loads, shares, strict=True)]
+        filled = [
+            (load + tensor.nbytes) / share if share else inf
+            for load, share in zip(loads, shares, strict=True)
+        ]
         server = filled.index(min(filled))
         pieces[server].append(Piece(i, 0, tensor.size))
         loads[server] += tensor.nbytes
     large = [(i, t) for i, t in others if t.nbytes > LARGE * mean]
-    _fill_up(large, loads, [share * total for share in shares], pieces)
+    last = max(server for server, share in enumerate(shares) if share)
+    _fill_up(large, loads, [share * total for share in shares], last, pieces)
     return ServerLayout(tensors, tuple(tuple(sorted(p)) for p in pieces), tuple(shares))
 
 
@@ -170,9 +178,11 @@ def _cut_by_rows(tensor: Tensor, servers: int, mean: float) -> bool:
     return len(tensor.shape) < 2 or (tensor.shape[0] > servers and small_rows)
 
 
-def _fill_up(large, loads: list[float], goals: list[float], pieces: list[list[Piece]]) -> None:
+def _fill_up(
+    large, loads: list[float], goals: list[float], last: int, pieces: list[list[Piece]]
+) -> None:
     """Fill one server after another with the large tensors; cut a tensor where a server is full."""
-    server, last = 0, len(loads) - 1
+    server = 0
     for i, tensor in large:
         start, unit = 0, tensor.width if tensor.by_rows else 1
         while start < tensor.size:

@@ -57,14 +57,22 @@ class Hosted:
         self.copied = [0] * workers  # the clocks of the workers of which the copy has the pushes
         self.merged: deque = deque()  # gradients of the next updates, which are merged already
         self.gate = asked.consistency.gate(workers, shard.server)
-        self.whole = WholeShard(shard.layout, shard.server)
-        self.due = DueActions(shard, piece_bytes)
+        self.use_layout(piece_bytes)
         self.global_batch: Any = asked.global_batch
         self.pulled = [shard.version] * workers  # the shard's version at each worker's newest pull
         self.applied = 0  # the pushes of all clocks before are applied, in modes that hold pushes
         self.stale, self.record = asked.stale, PushRecord(asked.name, workers, shard.server)
         self._copies = PulledCopies(shard, workers) if asked.stale.compensates else None
         self.removed: dict | None = None  # the counts of a model that was removed
+
+    def use_layout(self, piece_bytes: int) -> None:
+        """Compute what follows from the layout of the shard."""
+        self.whole = WholeShard(self.shard.layout, self.shard.server)
+        self.due = DueActions(self.shard, piece_bytes)
+
+    def kept(self) -> list[dict[str, np.ndarray]]:
+        """Return the copies of what each worker has pulled, by the keys of the shard, or []."""
+        return [] if self._copies is None else self._copies.kept
 
     def weight(self, push: Push) -> float:
         """Return the weight of a push applied alone: a factor of learning rate or gradients."""

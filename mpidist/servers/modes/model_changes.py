@@ -17,11 +17,11 @@ class ModelChanges:
     ----------
     link : Link
     server : Server or None
-        The server on this rank.
+        The server on this rank, which may begin later.
     """
 
     def __init__(self, link: Link, server: Any):
-        self._link, self._server = link, server
+        self._link, self.server = link, server
         self._added = 0
         self._quiet: int | None = None  # how many messages this rank had sent when a pause began
 
@@ -33,13 +33,17 @@ class ModelChanges:
     @contextmanager
     def pausing(self) -> Iterator[None]:
         """Wait in a ``with`` block, on a worker, until all workers are in a pause."""
-        server = self._server
+        server = self.server
         if server is not None:
             server.in_own_pause = True
         yield
         if server is not None:
             server.in_own_pause = False
         self._quiet = self._link.counters.messages_sent
+
+    def resumed(self) -> None:
+        """Note that the servers serve again, so that models may change in another pause only."""
+        self._quiet = -1
 
     @contextmanager
     def changing(self, doing: str, clients: Sequence[Any]) -> Iterator[None]:
@@ -58,7 +62,7 @@ class ModelChanges:
                 f"then {call} on them and in on_pause on the servers"
             )
         # A dedicated server is within `serve`, a call of the group, while it runs `on_pause`.
-        nested = self._server is not None and self._server.in_pause
+        nested = self.server is not None and self.server.in_pause
         within: AbstractContextManager = nullcontext() if nested else GroupCall(link, call)
         try:
             with within, link.serving(nothing):

@@ -86,15 +86,20 @@ class PulledCopies:
     ----------
     shard : ServerShard
     workers : int
+
+    Attributes
+    ----------
+    kept : list of dict
+        For each worker, the key of a piece to its values.
     """
 
     def __init__(self, shard: ServerShard, workers: int):
         self._shard = shard
-        self._copies: list[dict[str, np.ndarray]] = [{} for _ in range(workers)]
+        self.kept: list[dict[str, np.ndarray]] = [{} for _ in range(workers)]
 
     def keep(self, worker: int, parts: Sequence[ShardPart]) -> None:
         """Copy the parameters that `worker` gets now."""
-        shard, copies = self._shard, self._copies[worker]
+        shard, copies = self._shard, self.kept[worker]
         for part in parts:
             key = shard.key(part)
             if part.rows is None or key not in copies:
@@ -104,7 +109,7 @@ class PulledCopies:
 
     def correct(self, worker: int, parts: Parts, policy: Stale) -> None:
         """Correct the gradients of a push in place; one without a pull stays as it is."""
-        copies = self._copies[worker]
+        copies = self.kept[worker]
         for part, gradient in parts:
             if self._shard.key(part) in copies:
                 now, before = (self._shard.values(part, of) for of in (None, copies))

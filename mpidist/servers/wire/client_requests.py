@@ -99,6 +99,13 @@ class ClientRequests:
         self.queue: Counter[int] = Counter()
         self.silent: Counter[int] = Counter()  # clocks since each server was asked
 
+    def go_on_from(self, before: ClientRequests) -> None:
+        """Take over clock and counts from the requests of another layout of the same model."""
+        self.clock, self.entered, self.pushed = before.clock, before.entered, before.pushed
+        self.note, self.started, self.queue = before.note, before.started, before.queue
+        newest = max(before.versions)
+        self.versions[:] = (before.versions + [newest] * len(self.servers))[: len(self.servers)]
+
     def take_note(self) -> tuple[int, int]:
         """Return the note for the first server, and set it to zero."""
         note, self.note = self.note, (0, 0)

@@ -1,0 +1,341 @@
+"""Divide all models of a group anew between servers, while no worker is within a clock.
+
+    every rank   its arguments, its host and memory, what its server holds   -> rank 0
+    rank 0       checks all of it, and chooses the shares                    -> every rank
+    servers      move what changes owner, one array after the other
+    every rank   uses the new layout: servers, gates of new servers, clients
+
+Nothing has changed when a check fails: all ranks raise the same error, and the group goes on.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...errors import ConfigError, MismatchError, shown
+from ...launch.free_memory import available_memory
+from ...runtime.agreement.run_on_all import difference
+from ..client import Client
+from ..decisions import Decisions
+from ..layout.capacity import check_capacity
+from ..layout.placement import RowPolicy, ServerLayout, place_tensors
+from ..layout.roles import AUTO, balanced_shares, choose_ranks, ranks_asked
+from ..link import Link, nothing
+from ..modes.hosted_model import Hosted
+from ..server import Server
+from ..shards import ServerShard
+from ..wire.wire_pieces import piece_limit
+from .moved_arrays import PARAMETERS, PULLED, arrays_of, move_model
+
+DOING = "repartition"
+
+
+class Asked(NamedTuple):
+    """The arguments of `repartition`; dedicated servers have none."""
+
+    servers: Any = None
+    weights: Any = None
+
+
+class ModelState(NamedTuple):
+    """What all servers of one model must know of it.
+
+    `ages` has, for each worker, how many updates were made since its newest pull. `gate` has the
+    attributes of the first server's gate, and `scalars` those of its optimizer, by their paths.
+    """
+
+    slots: dict[int, list]
+    version: int
+    ages: list[int]
+    gate: dict[str, Any]
+    scalars: list[tuple[tuple[str, ...], np.ndarray]]
+    piece_bytes: int
+
+
+class NewShares(NamedTuple):
+    """The servers and their shares from now on, and the state of each model."""
+
+    servers: list[int]
+    shares: list[float]
+    models: dict[str, ModelState]
+
+
+class Members(NamedTuple):
+    """What a rank knows of its group. `server` is None if the rank does not serve."""
+
+    link: Link
+    server: Server | None
+    layouts: dict[str, ServerLayout]
+    clients: list[Client]
+    servers: list[int]
+    workers: list[int]
+    shares: list[float]
+    elastic: bool
+
+
+def change_shares(members: Members, given: Asked | None) -> Members | None:
+    """Divide the models of a group anew. Collective over the group, while workers are in a pause.
+
+    `given` has the arguments on a worker, and is None on a dedicated server. Returns what the rank
+    knows from now on, or None if nothing changes.
+    """
+    link, server = members.link, members.server
+    with link.serving(nothing):
+        if server is not None:
+            _finish_sending(link, server.models)
+        plan = link.run_on_all(
+            DOING,
+            lambda: _describe(members, given),
+            lambda everyone: _decide(members, everyone),
+        )
+        if plan is None:
+            return None
+        if server is None and link.comm.rank in plan.servers:
+            server = _new_server(members, plan)
+        layouts = {name: _divided(old, plan.shares) for name, old in members.layouts.items()}
+        if server is not None:
+            server.decisions = Decisions(link, plan.servers)
+            for hosted in server.models:
+                if hosted.removed is None:
+                    _move(link, plan, hosted, members.layouts[hosted.name], layouts[hosted.name])
+        for client in members.clients:
+            if not client.removed:
+                piece_bytes = plan.models[client.name].piece_bytes
+                client.use_layout(layouts[client.name], plan.servers, piece_bytes)
+        link.run_on_all(f"{DOING}: all parts have moved", lambda: None)
+    return members._replace(
+        server=server, layouts=layouts, servers=plan.servers, shares=plan.shares
+    )
+
+
+def _move(
+    link: Link, plan: NewShares, hosted: Hosted, old: ServerLayout, new: ServerLayout
+) -> None:
+    state = plan.models[hosted.name]
+    move_model(link, plan.servers, hosted, (old, new), state.slots)
+    hosted.use_layout(state.piece_bytes)
+    hosted.shard.version = state.version
+    hosted.pulled[:] = [state.version - age for age in state.ages]
+
+
+def _finish_sending(link, models: Sequence[Hosted]) -> None:
+    """Wait until MPI sends nothing from the arrays of this server any more."""
+
+    def is_done() -> bool:
+        for model in models:
+            model.due.send_more()
+        return link.reap() and not any(model.due.pending for model in models)
+
+    link.wait(is_done, peers="all")
+
+
+# -- facts and decision ------------------------------------------------------------------------
+
+
+def _describe(members: Members, given: Asked | None) -> dict[str, Any]:
+    if members.elastic:
+        raise ConfigError(
+            "the servers of an elastic run divide the model themselves, after a death; call "
+            "repartition in a run without elastic="
+        )
+    asked = None
+    if given is not None:
+        weights = None if given.weights is None else _checked_weights(given.weights)
+        servers = None if given.servers is None else ranks_asked(given.servers)
+        if servers is None and weights is None:
+            raise ConfigError("give servers=, or weights= with one number for each server")
+        asked = servers, weights
+    models = [] if members.server is None else members.server.models
+    return {
+        "asked": asked,
+        "node": (socket.gethostname(), available_memory()),
+        "served": {one.name: _facts(one) for one in models if one.removed is None},
+    }
+
+
+def _checked_weights(weights) -> list[float]:
+    try:
+        if isinstance(weights, str | bytes | Mapping):
+            raise TypeError
+        found = [float(weight) for weight in weights]
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"weights={shown(weights)}; expected one number for each server, such as [2, 1]"
+        ) from None
+    total = sum(found)
+    if not all(0 <= weight < math.inf for weight in found) or not 0 < total < math.inf:
+        raise ConfigError(
+            f"weights={shown(weights)}; expected finite numbers, 0 or more, with a sum above 0"
+        )
+    return found
+
+
+def _facts(hosted: Hosted) -> dict[str, Any]:
+    shard, gate = hosted.shard, hosted.gate
+    slots = {
+        tensor: {slot: array.dtype.name for slot, array in arrays.items()}
+        for tensor, arrays in arrays_of(hosted).items()
+    }
+    state = {name: getattr(gate, name) for name in ("clocks", "live", "pushed", "entered")}
+    if hasattr(gate, "round"):
+        state["round"] = gate.round
+    return {
+        "slots": slots,
+        "version": shard.version,
+        "ages": [shard.version - seen for seen in hosted.pulled],
+        "gate": state,
+        "scalars": [(path, np.array(leaf)) for path, leaf in shard.leaves() if not np.ndim(leaf)],
+    }
+
+
+def _decide(members: Members, everyone: list[dict]) -> NewShares | None:
+    """On rank 0: check what all ranks have, and choose shares; None if nothing changes."""
+    first = everyone[members.workers[0]]["asked"]
+    told = [first if one["asked"] is None else one["asked"] for one in everyone]
+    if differs := difference([{"servers": repr(a), "weights": repr(b)} for a, b in told]):
+        raise MismatchError(f"{DOING}: {differs}; all workers must give the same")
+    hosts = [one["node"][0] for one in everyone]
+    servers, shares = _shares(members, first[0], first[1], hosts)
+    if servers == members.servers and shares == members.shares:
+        return None
+    models = {}
+    new = {name: _divided(old, shares) for name, old in members.layouts.items()}
+    for name, layout in new.items():
+        served = [everyone[rank]["served"][name] for rank in members.servers]
+        most = max(layout.bytes_of(index) for index in range(len(servers)))
+        held = [one for one in served if one["slots"]] or served
+        models[name] = ModelState(
+            _agreed_slots(name, served),
+            max(one["version"] for one in served),
+            [max(ages) for ages in zip(*(one["ages"] for one in held), strict=True)],
+            served[0]["gate"],
+            served[0]["scalars"],
+            piece_limit({*hosts}, most),
+        )
+        _check_memory(
+            name,
+            members.layouts[name],
+            layout,
+            models[name],
+            [everyone[rank]["node"] for rank in servers],
+            servers,
+        )
+    return NewShares(servers, shares, models)
+
+
+def _shares(members: Members, servers, weights, hosts) -> tuple[list[int], list[float]]:
+    """Return the ranks of all servers and their shares, those that hold nothing included."""
+    present = members.servers
+    if servers == AUTO:
+        servers = balanced_shares(hosts, members.workers)
+    ranks = present
+    if servers is not None:
+        ranks, _ = choose_ranks(len(hosts), servers, "colocated")
+    if weights is None:
+        weights = [servers[rank] if isinstance(servers, dict) else 1.0 for rank in ranks]
+    elif isinstance(servers, dict):
+        raise ConfigError(f"{DOING}: servers has shares already; leave out weights")
+    if len(weights) != len(ranks):
+        raise ConfigError(
+            f"{DOING}: {len(weights)} weights for {len(ranks)} servers {ranks}; give one for each"
+        )
+    parts = dict(zip(ranks, weights, strict=True))
+    every = [*present, *sorted(rank for rank in ranks if rank not in present and parts[rank])]
+    total = sum(weights)
+    shares = [parts.get(rank, 0.0) / total for rank in every]
+    return every, shares
+
+
+def _agreed_slots(name: str, served: Sequence[Mapping]) -> dict[int, list]:
+    """Return the arrays of each tensor, the parameters last."""
+    found: dict[int, dict] = {}
+    pulled = {s: None for one in served for slots in one["slots"].values() for s in slots}
+    workers = sorted(slot for slot in pulled if slot[0] == PULLED)
+    for one in served:
+        for tensor, slots in one["slots"].items():
+            mine = {slot: dtype for slot, dtype in slots.items() if slot[0] != PULLED}
+            if found.setdefault(tensor, mine) != mine:
+                raise ConfigError(
+                    f"{DOING}: model {name!r}: the optimizer keeps other arrays on some servers: "
+                    f"{sorted(found[tensor])} and {sorted(mine)}; they cannot be divided anew"
+                )
+    return {
+        tensor: [
+            *((slot, slots[PARAMETERS]) for slot in workers),
+            *sorted(item for item in slots.items() if item[0] != PARAMETERS),
+            (PARAMETERS, slots[PARAMETERS]),
+        ]
+        for tensor, slots in found.items()
+    }
+
+
+def _check_memory(
+    name: str,
+    old: ServerLayout,
+    new: ServerLayout,
+    state: ModelState,
+    nodes: Sequence[tuple[str, int | None]],
+    servers: Sequence[int],
+) -> None:
+    """Raise ConfigError if a host lacks memory for what its servers get, and one more array."""
+    kinds, needs = max((len(slots) for slots in state.slots.values()), default=1), []
+    for index, (rank, (host, free)) in enumerate(zip(servers, nodes, strict=True)):
+        before = old.bytes_of(index) if index < len(old.pieces) else 0
+        sizes = [
+            (stop - start) * new.tensors[tensor].dtype.itemsize
+            for tensor, start, stop in new.pieces[index]
+        ]
+        more = kinds * max(0, sum(sizes) - before) + max(sizes, default=0)
+        needs.append((rank, host, more, free))
+    check_capacity(name, needs)
+
+
+def _divided(old: ServerLayout, shares: list[float]) -> ServerLayout:
+    """Return the layout of the same tensors for other shares."""
+    specs = {tensor.name: (tensor.shape, tensor.dtype) for tensor in old.tensors}
+    policies = {
+        tensor.name: RowPolicy(
+            "lazy" if tensor.lazy else "dense", "rows" if tensor.dealt else "ranges"
+        )
+        for tensor in old.tensors
+    }
+    return place_tensors(specs, shares, policies)
+
+
+# -- servers that begin ------------------------------------------------------------------------
+
+
+def _new_server(members: Members, plan: NewShares) -> Server:
+    """Return the server of a rank that is to serve from now on; it holds nothing yet."""
+    index = plan.servers.index(members.link.comm.rank)
+    server = Server(members.link, index, members.workers, plan.servers)
+    for client in members.clients:  # in the order of the models' numbers
+        hosted = _begin(client.asked, client.layout, index, len(members.workers))
+        server.models.append(hosted)
+        if client.removed:
+            hosted.remove()
+            continue
+        state = plan.models[client.name]
+        for path, value in state.scalars:
+            _set(hosted.shard.state, path, value)
+        for name, value in state.gate.items():
+            setattr(hosted.gate, name, value)
+    return server
+
+
+def _begin(asked, layout: ServerLayout, index: int, workers: int) -> Hosted:
+    """Return a model on a new server, which holds nothing of it yet."""
+    pieces = layout.pieces + ((),) * (index + 1 - len(layout.pieces))
+    shard = ServerShard(layout._replace(pieces=pieces), index, asked.optimizer, {}, 0)
+    return Hosted(asked, shard, workers)
+
+
+def _set(state: dict, path: Sequence[str], value: np.ndarray) -> None:
+    for key in path[:-1]:
+        state = state.setdefault(key, {})
+    state[path[-1]] = value

@@ -1,0 +1,80 @@
+"""Which elements of a tensor a server of one layout and a server of another layout both hold.
+
+    old   server 0 | 0 1 2 3 4 5 6 7 | server 1 | 8 9 10 11 |
+    new   server 0 | 0 1 2 3 4 5 |     server 1 | 6 7 8 9 10 11 |      only 6 and 7 change owner
+
+This module uses no MPI.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..layout.dealt_rows import dealt_to
+from ..layout.placement import ServerLayout
+
+
+class Common(NamedTuple):
+    """The common elements of two pieces, as an index of each piece's array.
+
+    The index is a slice of a 1-D array, or, if rows are dealt, an array of rows of a `table`.
+    """
+
+    old: Any
+    new: Any
+    width: int = 0
+
+    def table(self, array: np.ndarray) -> np.ndarray:
+        """Return a view of a piece's array that the indices fit."""
+        return array.reshape(-1, self.width) if self.width else array
+
+
+class TensorMove:
+    """How the pieces of one tensor change from layout `old` to layout `new`.
+
+    Attributes
+    ----------
+    old, new : list of Piece or None
+        The piece of each server.
+    changes : bool
+        Whether any server's piece changes.
+    """
+
+    def __init__(self, old: Divided, new: Divided, tensor: int):
+        self.old, self.new = ([held.get(tensor) for held in one.pieces] for one in (old, new))
+        self._before, self._after = (one.layout.tensors[tensor] for one in (old, new))
+        self._same = self._before.dealt == self._after.dealt
+        self.changes = self.old != self.new or not self._same
+
+    def stays(self, server: int) -> bool:
+        """Whether a server's piece has the same elements as before."""
+        return self.old[server] == self.new[server] and self._same
+
+    def common(self, i: int, j: int) -> Common | None:
+        """Return what server `i` holds in the old layout and server `j` in the new one."""
+        a, b = self.old[i], self.new[j]
+        if a is None or b is None:
+            return None
+        if turns := self._after.dealt:
+            count, width = self._after.shape[0], max(1, self._after.width)
+            given, taken = dealt_to(i, count, self._before.dealt), dealt_to(j, count, turns)
+            here = np.intersect1d(given, taken, assume_unique=True, return_indices=True)
+            return Common(here[1], here[2], width) if here[1].size else None
+        low, high = max(a.start, b.start), min(a.stop, b.stop)
+        if low >= high:
+            return None
+        return Common(slice(low - a.start, high - a.start), slice(low - b.start, high - b.start))
+
+
+class Divided:
+    """A layout, with the piece of each tensor on each server, for a number of servers.
+
+    Servers that the layout does not know hold nothing.
+    """
+
+    def __init__(self, layout: ServerLayout, servers: int):
+        self.layout = layout
+        pieces = [*layout.pieces, *((),) * (servers - len(layout.pieces))]
+        self.pieces = [{piece.tensor: piece for piece in held} for held in pieces]

@@ -1,0 +1,114 @@
+"""The methods of a server group that change its servers and their shares while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ...errors import MpidistError
+from ...runtime import ulfm
+from ..client import Client
+from ..layout.placement import ServerLayout
+from ..link import GroupCall, Link, nothing
+from ..modes.model_changes import ModelChanges
+from ..server import Server
+from .change_shares import Asked, Members, change_shares
+
+
+class OnlineShares:
+    """What `ServerGroup` inherits: calls of all workers in which the servers take part."""
+
+    comm: Any
+    link: Link
+    votes: bool
+    server_ranks: list[int]
+    worker_ranks: list[int]
+    shares: list[float]
+    is_server: bool
+    _layouts: dict[str, ServerLayout]
+    _clients: list[Client]
+    _server: Server | None
+    _changes: ModelChanges
+    _pause: Callable[[Any], None]
+    _workers: Callable[[str], Any]
+
+    def repartition(
+        self,
+        servers: int | Sequence[int] | Mapping[int, float] | str | None = None,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        """Give the servers other shares of all models. Collective over the workers.
+
+        The workers call `repartition` between two clocks, all at the same place of their programs,
+        as `pause`; dedicated servers take part from `serve`, without `on_pause`. Parameters,
+        optimizer state and counts of updates move to their new servers, and every client uses the
+        new layout from then on. The values keep their bits. Only elements that change owner are
+        sent, from the old server to the new one, and a server needs memory for one more array (a
+        tensor, or one kind of its optimizer state).
+
+        Parameters
+        ----------
+        servers : int, sequence of int, mapping of int to float, or "auto", optional
+            As for `ServerGroup`; by default the present servers. A worker may begin to serve, as a
+            colocated server. A server that is not named, or has share 0, holds nothing from now on.
+            It stays in `server_ranks`, and a dedicated one waits for another share.
+        weights : sequence of float, optional
+            The share of each server, in the order of `servers`, or of `server_ranks`. Equal shares
+            by default.
+
+        Raises
+        ------
+        ConfigError
+            On all ranks, and the group goes on as before: shares that are no shares, a server that
+            does not exist, an elastic run, an optimizer whose state is not one array like each
+            parameter and scalars, too little memory.
+        MismatchError
+            On all ranks, and the group goes on as before: the arguments differ.
+        ProtocolError
+            The workers stand at different clocks of a model whose mode holds pushes, or some of
+            them make another call.
+        """
+        self._with_servers("repartition", Asked(servers, weights))
+
+    def _with_servers(self, call: str, given: Any) -> Any:
+        """On a worker: pause the servers, and do a call of `_CALLS` together with them."""
+        self._workers(call)
+        with GroupCall(self.link, call), self.link.doing(call):
+            self._pause({"call": call})
+            try:
+                return _CALLS[call](self, given)
+            finally:
+                self._changes.resumed()
+
+    def _take_part(self, tag: Mapping[str, str]) -> None:
+        """On a dedicated server: do such a call with the workers, and then serve again."""
+        try:
+            _CALLS[tag["call"]](self, None)
+        except MpidistError as error:
+            # The workers have the same error, and may go on.
+            if self.link.failed is not None or getattr(error, "known_on", None) is not self.link:
+                raise
+
+    def _change_shares(self, given: Asked | None) -> None:
+        elastic = self.votes or ulfm.current is not None
+        members = Members(
+            self.link, self._server, self._layouts, self._clients, self.server_ranks,
+            self.worker_ranks, self.shares, elastic,
+        )  # fmt: skip
+        if (now := change_shares(members, given)) is None:
+            return
+        begins = self._server is None and now.server is not None
+        self.server_ranks, self.shares, self._server = now.servers, now.shares, now.server
+        self._layouts |= now.layouts
+        if begins and now.server is not None:
+            self.is_server, self._changes.server = True, now.server
+            self.link.background = _both(self.link.background, now.server)
+
+
+def _both(before: Callable[[], bool], server: Server) -> Callable[[], bool]:
+    """Return what a wait of a rank calls that begins to serve."""
+    server.on_pause = lambda tag: None
+    return server.poll if before is nothing else lambda: before() | server.poll()
+
+
+_CALLS: dict[str, Callable[[Any, Any], Any]] = {"repartition": OnlineShares._change_shares}
