@@ -56,6 +56,7 @@ TESTS = {
     "ServerGroup": f"{SETTINGS}::test_server_group",
     "ServerGroup.add": f"{SETTINGS}::test_add",
     "ServerGroup.remove": "test_servers_models.py::test_one_rank_removes_another",
+    "ServerGroup.repartition": "test_servers_repartition.py::test_wrong_calls",
     "ServerGroup.pause": f"{METHODS}::test_a_tag_that_is_none_on_one_worker",
     "parameter_server": f"{SETTINGS}::test_parameter_server",
     "elastic": "test_elastic_arguments.py::test_an_argument_of_one_rank",
@@ -107,10 +108,19 @@ def entries():
                 continue
             if says_so(node):
                 yield f"{prefix}{name}"
-            for method in node.body if isinstance(node, ast.ClassDef) else ():
+            for method in [*node.body, *inherited(node)] if isinstance(node, ast.ClassDef) else ():
                 public = isinstance(method, ast.FunctionDef) and method.name[0] != "_"
                 if public and says_so(method):
                     yield f"{prefix}{name}.{method.name}"
+
+
+def inherited(node):
+    """The methods of the base classes in mpidist that are no public names themselves."""
+    names = {base.id for base in node.bases if isinstance(base, ast.Name)} - set(md._HOME)
+    for path in MODULES.values() if names else ():
+        for other in tree_of(path).body:
+            if isinstance(other, ast.ClassDef) and other.name in names:
+                yield from other.body
 
 
 def says_so(node) -> bool:
