@@ -24,6 +24,7 @@ from .pipeline_schedules import (
     F,
     I,
     StageAction,
+    U,
     W,
 )
 
@@ -144,10 +145,11 @@ def needed_before(one: StageAction, chunks: int) -> list[StageAction]:
     return {W: [StageAction(I, chunk, i)], SEND_F: [StageAction(F, chunk, i)]}.get(kind, [])
 
 
-def play_actions(lists, p: int, chunks: int, blocking: bool = False) -> None:
+def play_actions(lists, p: int, chunks: int, blocking: bool = False, replicas=None) -> None:
     """Let each rank go on as far as it can, until all are done or no rank can go on.
 
-    The model is cut for p stages. There may be more lists than stages, if stages have replicas.
+    The model is cut for p stages. There may be more lists than stages, if stages have replicas. The
+    numbers of `replicas` are needed if the lists have updates.
     """
     at, begun, moved = [0] * len(lists), set(), True
     split = {one[1:] for each in lists for one in each if one.kind == I}
@@ -157,7 +159,7 @@ def play_actions(lists, p: int, chunks: int, blocking: bool = False) -> None:
             while at[rank] < len(each):
                 one = each[at[rank]]
                 begun.add(one)
-                if not _may_end(one, lists, p, chunks, begun, blocking, split):
+                if not _may_end(one, p, chunks, begun, blocking, split, replicas):
                     if one.kind in COMPUTE:
                         begun.discard(one)
                     break
@@ -168,8 +170,12 @@ def play_actions(lists, p: int, chunks: int, blocking: bool = False) -> None:
             raise ConfigError(f"rank {rank} waits for ever at {each[at[rank]]}")
 
 
-def _may_end(one, lists, p, chunks, begun, blocking, split) -> bool:
+def _may_end(one, p, chunks, begun, blocking, split, replicas) -> bool:
     kind, chunk, i = one
+    if kind == U:  # ends when all replicas of the stage have come to it
+        r = replicas[chunk]
+        first = i - i % r
+        return all(StageAction(U, chunk, each) in begun for each in range(first, first + r))
     if kind in (RECV_F, RECV_B):
         return not blocking or sender_of(one, p)[1] in begun
     if kind in (SEND_F, SEND_B):

@@ -37,6 +37,8 @@ from ..registry import checked_whole, look_up
 F, B, I, W = "F", "B", "I", "W"  # noqa: E741 - the names in the papers
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
 COMPUTE = (F, B, I, W)
+#: The update of a stage on a grid of "pipedream": all replicas of the stage do it together.
+U = "U"
 KINDS = (*COMPUTE, SEND_F, RECV_F, SEND_B, RECV_B)
 
 #: So many computations before the one that needs its data, a receive begins: buffers are few, and

@@ -28,6 +28,7 @@ from ..collectives.schedules import fixed_tree
 from ..errors import ConfigError, shown
 from ..registry import checked_whole, look_up
 from .check_actions import play_actions
+from .grid import pipedream_order
 from .pipeline_schedules import (
     SCHEDULES,
     B,
@@ -39,7 +40,7 @@ from .pipeline_schedules import (
 from .stage_contract import why_no_stages
 
 #: The schedules in which the stages may have different numbers of replicas.
-UNEVEN = ("gpipe", "1f1b")
+UNEVEN = ("gpipe", "1f1b", "pipedream")
 
 
 @dataclass(frozen=True)
@@ -103,21 +104,47 @@ class PipelineGrid:
         bounds = (0, *self.cuts, self.layers)
         return range(bounds[chunk], bounds[chunk + 1])
 
+    @property
+    def in_rounds(self) -> bool:
+        """Whether microbatch i belongs to replica i mod r, and not to blocks of microbatches."""
+        return self.schedule == "pipedream"
+
+    @property
+    def padded(self) -> int:
+        """The number of microbatches of a step with those that have no samples, see `passes`."""
+        if not self.in_rounds:
+            return self.microbatches
+        return pipedream_order.whole_rounds(self.microbatches, self.replicas)
+
     def pieces(self, rank: int) -> range:
         """Return the microbatches of a rank."""
         stage, replica = self.place(rank)
+        if self.in_rounds:
+            return range(replica, self.microbatches, self.replicas[stage])
         start, stop = self._blocks[stage][replica : replica + 2]
         return range(start, stop)
 
     def holder(self, chunk: int, microbatch: int) -> int:
         """Return the rank that computes a microbatch in a chunk."""
         stage = chunk % self.stages
+        if self.in_rounds:
+            return self.ranks_of(stage)[microbatch % self.replicas[stage]]
         ends = self._blocks[stage][1:]
         return self.ranks_of(stage)[next(k for k, end in enumerate(ends) if microbatch < end)]
 
     def actions(self, rank: int) -> list[StageAction]:
-        """Return what a rank does in a step, in order."""
+        """Return what a rank does in a step, in order.
+
+        With "pipedream", it is a step before and after which the pipeline is empty.
+        """
         return self._lists[rank]
+
+    def passes(
+        self, rank: int, empty_at: int, start: int, stop: int, drain: bool
+    ) -> list[StageAction]:
+        """Return what a rank of "pipedream" does, see `pipedream_order.passes`."""
+        stage, replica = self.place(rank)
+        return pipedream_order.passes(self.replicas, stage, replica, empty_at, start, stop, drain)
 
     @cached_property
     def _blocks(self) -> list[list[int]]:
@@ -125,6 +152,12 @@ class PipelineGrid:
 
     @cached_property
     def _lists(self) -> list[list[StageAction]]:
+        if self.in_rounds:
+            blocks = [*partition.pieces(0, self.padded, self.flush or self.padded)]
+            return [
+                [one for a, b in blocks for one in self.passes(rank, a, a, b, True)]
+                for rank in range(self.ranks)
+            ]
         return _side_by_side(self) if len(set(self.replicas)) == 1 else _uneven(self)
 
 
@@ -157,7 +190,7 @@ def plan_stages(
         The number of chunks of each stage, for "interleaved".
     flush : int, optional
         For "pipedream": after each `flush` microbatches, all stages finish them before the next one
-        enters. At the end of a step, they finish all microbatches in any case.
+        enters. It is a multiple of all replicas.
     """
     look_up(SCHEDULES, schedule, "schedule")
     checked_whole("chunks", chunks, 1)
@@ -182,10 +215,9 @@ def plan_stages(
         if schedule != "pipedream":
             raise ConfigError(f"flush={flush} is for the schedule 'pipedream', not {schedule!r}")
     grid = PipelineGrid(layers, bounds, several, microbatches, schedule, chunks, flush)
-    if schedule == "pipedream" and max(several) > 1:
+    if flush is not None and (more := pipedream_order.whole_rounds(flush, several)) != flush:
         raise ConfigError(
-            f"replicas={list(several)}: with 'pipedream' each stage has one rank; start "
-            f"{len(several)} ranks, or use another schedule"
+            f"flush={flush}: expected a multiple of all replicas={list(several)}, such as {more}"
         )
     if len(set(several)) > 1 and schedule not in UNEVEN:
         raise ConfigError(
@@ -259,11 +291,10 @@ def _side_by_side(grid: PipelineGrid) -> list[list[StageAction]]:
         grid.microbatches, grid.replicas[0]
     ))):  # fmt: skip
         # Nothing enters if there are more replicas than microbatches.
-        for first, end in partition.pieces(start, stop, grid.flush or grid.microbatches):
-            for stage, actions in enumerate(schedule(end - first)):
-                lists[grid.ranks_of(stage)[k]] += [
-                    one._replace(microbatch=first + one.microbatch) for one in actions
-                ]
+        for stage, actions in enumerate(schedule(stop - start) if stop > start else ()):
+            lists[grid.ranks_of(stage)[k]] += [
+                one._replace(microbatch=start + one.microbatch) for one in actions
+            ]
     return lists
 
 

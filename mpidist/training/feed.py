@@ -166,6 +166,6 @@ def _parts(sampler: Sampler, position: Position, step: int, part, quarantine: Qu
     while True:
         indices, position = sampler.batch(position)
         wanted = quarantine.wanted(indices)
-        start, stop = part(len(wanted), step)
-        yield wanted[start:stop]
+        mine = part(len(wanted), step)  # (start, stop), or the places one by one
+        yield wanted[slice(*mine)] if isinstance(mine, tuple) else wanted[mine]
         step += 1

@@ -1,6 +1,7 @@
 """Stages and replicas on ranks, and what each rank does (R60, R62, R63, R88, R89)."""
 
 import itertools
+import math
 
 import pytest
 
@@ -74,6 +75,45 @@ def test_few_microbatches_are_kept():
         assert peak == most
 
 
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_pipedream_on_any_grid(stages):
+    """Each step ends without the next one; rounds go on from step to step; no rank hangs."""
+    for replicas in itertools.product(range(1, 5 if stages < 3 else 6 - stages), repeat=stages):
+        grid = plan_stages(
+            stages, cuts=list(range(1, stages)), ranks=sum(replicas), microbatches=5,
+            replicas=list(replicas), schedule="pipedream",
+        )  # fmt: skip
+        each, steps = grid.padded, 3
+        assert each - 5 < math.lcm(*replicas)
+        assert not any(each % r for r in replicas)
+        lists = [[] for _ in range(grid.ranks)]
+        for k in range(steps):
+            for rank, known in enumerate(lists):
+                known += grid.passes(rank, 0, k * each, (k + 1) * each, k == steps - 1)
+            play_actions(lists, stages, stages, replicas=replicas)
+        for rank, known in enumerate(lists):
+            stage, replica = grid.place(rank)
+            depth = -(-sum(replicas[stage:]) // replicas[stage]) - 1
+            done = [one for one in known if one.kind in "FBU"]
+            mine = list(range(replica, steps * each, replicas[stage]))
+            for kind in "FBU":
+                assert [one.microbatch for one in done if one.kind == kind] == mine
+            for k, i in enumerate(mine):  # the version of a forward pass
+                before = done[: done.index(("F", stage, i))]
+                assert sum(one.kind == "U" for one in before) == max(0, k - depth)
+
+
+def test_replicas_wait_for_each_other_in_an_update():
+    grid = plan_stages(
+        2, cuts=[1], ranks=3, microbatches=4, replicas=[2, 1], schedule="pipedream"
+    )  # fmt: skip
+    lists = [grid.actions(rank) for rank in range(3)]
+    play_actions(lists, 2, 2, replicas=[2, 1])
+    assert lists[1].pop() == StageAction("U", 0, 3)
+    with pytest.raises(ConfigError, match=r"rank 0 waits for ever at U0\.2"):
+        play_actions(lists, 2, 2, replicas=[2, 1])
+
+
 WRONG = [
     ({"cuts": [8, 4]}, "cuts=[8, 4]; expected rising numbers"),
     ({"cuts": [0, 4]}, "cuts=[0, 4]; expected rising numbers"),
@@ -96,6 +136,10 @@ WRONG = [
     ({"schedule": "fast"}, "unknown schedule 'fast'"),
     ({"microbatches": None}, "a pipeline needs microbatches"),
     ({"microbatches": 0}, "microbatches is 0"),
+    (
+        {"schedule": "pipedream", "flush": 4, "ranks": 7, "replicas": [3, 2, 2]},
+        "flush=4: expected a multiple of all replicas=[3, 2, 2], such as 6",
+    ),
 ]
 
 

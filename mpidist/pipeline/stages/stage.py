@@ -38,12 +38,14 @@ from ...runtime.agreement.run_on_all import run_on_all, same_on_all
 from ...runtime.context import free, of
 from ...tensors import dtype_of
 from ..activation_wire import c_ordered
-from ..pipeline_schedules import RECV_F, SEND_F, B, F, I, W
+from ..pipeline_schedules import RECV_F, SEND_F, F, I
 from ..stage_contract import checked_arrays
 from ..stage_plan import PipelineGrid, check_layers
+from .pipedream_steps import PipeDreamSteps
 from .stage_chunk import Chunk
 from .stage_messages import StageMessages
 from .stage_pass import StagePass
+from .synchronous_steps import SynchronousSteps
 
 
 class Stage:
@@ -57,6 +59,9 @@ class Stage:
         on all replicas of a stage.
     grid : PipelineGrid
         From `pipeline.plan_stages`.
+    gradients : callable, optional
+        `md.Gradients`, or a function with its arguments. Needed for "pipedream" with replicas: they
+        add their gradients with it in each update.
 
     Attributes
     ----------
@@ -92,8 +97,8 @@ class Stage:
         The arguments differ between ranks.
     """
 
-    def __init__(self, comm, model, grid: PipelineGrid):
-        same_on_all(comm, "md.Stage", lambda: _facts(comm, model, grid))
+    def __init__(self, comm, model, grid: PipelineGrid, *, gradients: Callable | None = None):
+        same_on_all(comm, "md.Stage", lambda: _facts(comm, model, grid, gradients))
         self.comm, self.model, self.grid = comm, model, grid
         self.rank = comm.rank
         self.stage, self.replica = grid.place(comm.rank)
@@ -113,20 +118,18 @@ class Stage:
         self.replicas = comm.Split(self.stage, comm.rank)
         self.messages = StageMessages(comm.Dup(), self.xp)
         widest = loss_dtype(map(dtype_of, names))
+        self._kind = PipeDreamSteps if grid.in_rounds else SynchronousSteps
         self.chunks = {number: self._chunk(number, own, widest) for number, own in arrays.items()}
         self.parameters = _joined(one.parameters for one in self.chunks.values())
-        self.gradients = _joined(one.gradients for one in self.chunks.values())
         self.seconds = self.computing = 0.0
         self.kept = self.steps = self.bytes_sent = self.stash_bytes = 0
         self.cut_bytes = Counter[int]()
         self.spans: list[tuple[str, int, int, float, float]] = []
         self._times: dict[tuple[int, str], tuple[float, int]] = {}
         self.last_chunk = grid.stages * grid.chunks - 1
-        actions = grid.actions(comm.rank)
-        self.halves = any(one.kind == I for one in actions)
-        order = [one.microbatch for one in actions if one.kind in (B, W)]
-        for chunk in self.chunks.values() if grid.schedule != "pipedream" else ():
-            chunk.open_sums(self.replicas, grid.microbatches, in_order=order == sorted(order))
+        self.halves = any(one.kind == I for one in grid.actions(comm.rank))
+        self._steps = self._kind(self, gradients)
+        self.gradients = _joined(one.gradients for one in self.chunks.values())
         self._closed = False
 
     def _arrays(self, number: int) -> dict:
@@ -144,7 +147,7 @@ class Stage:
         # No layer before `first` has parameters, so the backward pass ends there.
         first = next(k for k, layer in enumerate(all_layers) if layer.shapes())
         ends = None if first < mine.start else min(first, mine.stop) - mine.start
-        return Chunk(number, layers, parameters, ends, views, vectors)
+        return self._kind.chunk(number, layers, parameters, ends, views, vectors)
 
     @property
     def reads_inputs(self) -> bool:
@@ -161,15 +164,14 @@ class Stage:
         """The most versions of the parameters that this rank has kept at a time."""
         return max(chunk.versions for chunk in self.chunks.values())
 
-    def bounds(self, count: int) -> list[int]:
-        """Return the first sample of each microbatch of this rank, and the end of the last one."""
-        bounds = BlockPartition(count, self.grid.microbatches).bounds()
-        return bounds[self.pieces.start : self.pieces.stop + 1]
-
-    def part(self, count: int) -> tuple[int, int]:
-        """Return (start, stop) of this rank's samples in a global batch of `count` samples."""
-        bounds = self.bounds(count)
-        return bounds[0], bounds[-1]
+    def rows(self, count: int) -> slice | np.ndarray:
+        """Return which samples of a global batch of `count` samples this rank has, in order."""
+        bounds, pieces = BlockPartition(count, self.grid.microbatches).bounds(), self.pieces
+        if not pieces:
+            return slice(0, 0)
+        if pieces.step == 1:
+            return slice(bounds[pieces.start], bounds[pieces.stop])
+        return np.concatenate([np.arange(bounds[i], bounds[i + 1]) for i in pieces])
 
     # -- whole batches -----------------------------------------------------------------
 
@@ -178,26 +180,28 @@ class Stage:
 
         `batch` is (inputs, labels). Only the ranks of the first stage read the inputs, and those of
         the last stage the labels; the others need arrays of the same length. With the schedule
-        "pipedream", ``update(gradients, parameters, weight)`` is called for each microbatch, whose
-        samples are the share `weight` of the batch, and updates the parameters in place.
+        "pipedream", ``update(gradients, parameters, weight)`` is called for each round of
+        microbatches, whose samples are the share `weight` of the batch, and updates the parameters
+        in place. After the step, microbatches are under way still, see `drain`.
         """
         with self._guard("md.Stage.step"):
             inputs, labels = batch
             if len(inputs) != len(labels):
                 raise ConfigError(f"batch: {len(inputs)} inputs but {len(labels)} labels")
-            start, stop = self.part(len(inputs))
+            mine = self.rows(len(inputs))
             sizes = BlockPartition(len(inputs), self.grid.microbatches).counts()
-        self.run(inputs[start:stop], labels[start:stop], sizes, len(inputs), update)
+        self.run(inputs[mine], labels[mine], sizes, len(inputs), update)
         loss = np.array([self.loss_share()], np.float64)
         allreduce(self.comm, loss, algorithm="native")
         return float(loss[0])
 
     def predict(self, inputs):
-        """Return one row of scores per sample, on all ranks. Collective."""
+        """Return one row of scores per sample, on all ranks, after `drain`. Collective."""
+        self.drain()
         with self._guard("md.Stage.predict"):
-            start, stop = self.part(len(inputs))
+            rows = self.rows(len(inputs))
             sizes = BlockPartition(len(inputs), self.grid.microbatches).counts()
-        found = self.forward(inputs[start:stop], sizes)
+        found = self.forward(inputs[rows], sizes)
         # Without samples, nobody knows the number of scores.
         mine = np.concatenate(found) if found else None if len(inputs) else np.empty((0, 0), "f4")
 
@@ -206,7 +210,14 @@ class Stage:
 
         shape, dtype = run_on_all(self.comm, "md.Stage.predict", form, _first_known)
         block = np.empty((0, *shape), dtype) if mine is None else mine
-        return allgather(self.comm, block)
+        scores = allgather(self.comm, block)
+        if self.grid.in_rounds and self.grid.replicas[-1] > 1:
+            last = self.grid.ranks_of(self.grid.stages - 1)
+            bounds = BlockPartition(len(inputs), self.grid.microbatches).bounds()
+            order = [row for rank in last for i in self.grid.pieces(rank)
+                     for row in range(bounds[i], bounds[i + 1])]  # fmt: skip
+            scores = scores[np.argsort(order)]
+        return scores
 
     # -- one pass of the schedule --------------------------------------------------------
 
@@ -228,35 +239,37 @@ class Stage:
         update : callable
             Needed for "pipedream", see `step`.
         """
-        if (update is None) == (self.grid.schedule == "pipedream"):
-            raise ConfigError(
-                f"update is {type(update).__name__}, and the schedule {self.grid.schedule!r}: "
-                "'pipedream' needs a function update(gradients, parameters, weight), and no other "
-                "schedule takes one"
-            )
+        self._steps.check_update(update)
         began, sent = time.perf_counter(), self.messages.bytes_sent
         with self._operation("md.Stage.step", sizes):
             x, y = self._cut(inputs, labels, sizes)
-            one_pass = StagePass(self, sizes, x, y, total, update)
-            for action in self.grid.actions(self.rank):
-                one_pass.do(action)
-            self._note_times(one_pass.spans)
-            self.wait(self.messages.progress, "the end of the sends")
-            if update is None:
-                losses = {number: chunk.finish() for number, chunk in self.chunks.items()}
-                self._loss = losses.get(self.last_chunk, 0.0)
-            else:
-                self._loss = one_pass.loss
+            spans, self._loss = self._steps.step(x, y, sizes, total, update)
+            self._note_times(spans)
         self.seconds += time.perf_counter() - began
         self.bytes_sent += self.messages.bytes_sent - sent
         self.steps += 1
 
+    def drain(self) -> None:
+        """Finish the microbatches that are under way with "pipedream", and their updates.
+
+        Collective. With other schedules, nothing is under way between steps. The updates use the
+        function `update` of the last step.
+        """
+        if not self.grid.in_rounds:
+            return
+        began, sent = time.perf_counter(), self.messages.bytes_sent
+        with self._operation("md.Stage.drain", ()):
+            self._note_times(self._steps.drain())
+        self.seconds += time.perf_counter() - began
+        self.bytes_sent += self.messages.bytes_sent - sent
+
     def _note_times(self, spans: list[tuple[str, int, int, float, float]]) -> None:
         """Add the times of a step's computations, which become the newest `spans`."""
         zero = time.time() - time.perf_counter()
-        self.spans = [
-            (kind, chunk, i, begin + zero, end + zero) for kind, chunk, i, begin, end in spans
-        ]
+        if spans:  # a drain may have nothing to do
+            self.spans = [
+                (kind, chunk, i, begin + zero, end + zero) for kind, chunk, i, begin, end in spans
+            ]
         for kind, chunk, _, begin, end in spans:
             seconds, count = self._times.get((chunk, kind), (0.0, 0))
             self._times[chunk, kind] = seconds + end - begin, count + 1
@@ -274,15 +287,16 @@ class Stage:
     def staleness(self) -> tuple[int, float]:
         """Return how many updates a gradient of this rank has missed at most, and in the mean."""
         chunks = self.chunks.values()
-        updates = sum(one.updates for one in chunks)
+        used = sum(one.gradients_used for one in chunks)
         missed = sum(one.staleness for one in chunks)
-        return max(one.stalest for one in chunks), missed / max(updates, 1)
+        return max(one.stalest for one in chunks), missed / max(used, 1)
 
     def forward(self, inputs, sizes: Sequence[int]) -> list:
         """Return the scores of this rank's microbatches; empty but on the last stage."""
         with self._operation("md.Stage.predict", sizes):
             x, _ = self._cut(inputs, None, sizes)
-            one_pass = StagePass(self, sizes, x, None, None)
+            padded = [*sizes, *[0] * (self.grid.padded - len(sizes))]
+            one_pass = StagePass(self, padded, x, None, None)
             for action in self.grid.actions(self.rank):
                 if action.kind in (F, SEND_F, RECV_F):
                     one_pass.do(action)
@@ -313,8 +327,8 @@ class Stage:
                     self.messages.drop(one)
 
     def loss_share(self) -> float:
-        """Return the mean loss of the step on one rank, and 0 on the others, for a sum."""
-        return self._loss if self.reads_labels and self.replica == 0 else 0.0
+        """Return this rank's part of the mean loss of the step, for a sum over all ranks."""
+        return self._loss if self.reads_labels else 0.0
 
     def _operation(self, name: str, sizes: Sequence[int]) -> ExitStack:
         """Begin an operation, which an exception of any rank ends on all ranks of the pipeline."""
@@ -371,8 +385,7 @@ class Stage:
         if self._closed:
             return
         self._closed = True
-        for chunk in self.chunks.values():
-            chunk.close()
+        self._steps.close()
         if self.context.failed or of(self.replicas).failed:
             return  # messages may be on their way
         free(self.replicas)
@@ -380,7 +393,7 @@ class Stage:
         self.messages.comm.Free()
 
 
-def _facts(comm, model, grid: PipelineGrid) -> dict:
+def _facts(comm, model, grid: PipelineGrid, gradients: Callable | None) -> dict:
     """Check the arguments of `Stage`; return those that must be equal on all ranks."""
     if not isinstance(grid, PipelineGrid):
         raise ConfigError(f"grid is {type(grid).__name__}; expected md.pipeline.plan_stages(...)")
@@ -389,6 +402,8 @@ def _facts(comm, model, grid: PipelineGrid) -> dict:
         raise ConfigError(f"the grid has {grid.ranks} ranks, the communicator {comm.size}")
     if grid.layers != len(layers):
         raise ConfigError(f"the grid has {grid.layers} layers, the model {len(layers)}")
+    if grid.in_rounds:
+        PipeDreamSteps.check(grid, gradients)
     shapes = {name: shape for layer in layers for name, shape in layer.shapes().items()}
     # The replicas of a stage are copies, so they cannot have different parts of a layer.
     parts = {

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...collectives.engines.piecewise import PieceSum
 from .piece_order import AnyOrderSum
+
+
+def _nothing(name: str) -> None:
+    pass
 
 
 class Chunk:
@@ -27,23 +31,25 @@ class Chunk:
         numbers of the first vector are free, and the last chunk puts the loss there.
     """
 
+    #: The most versions of the parameters at a time; see `VersionedChunk`, also for the others.
+    versions = 1
+    gradients_used = stalest = staleness = 0
+
     def __init__(self, number: int, layers: Sequence, parameters: dict, first, views, vectors):
         self.number, self.layers, self.parameters = number, list(layers), parameters
         self.first = first
         self.gradients, self.vectors = views, vectors
-        # The first axis of what a layer writes has an entry for each microbatch, here for one.
-        self._written = {name: view[None] for name, view in views.items()}
+        self._write_into(views)
         self._tapes: dict[int, list] = {}
         self._later: dict[int, list] = {}  # what `backward_weights` needs
-        self._old: dict[int, dict] = {}  # parameters of microbatches that are older than an update
         self._bytes: dict[int, int] = {}  # of what microbatches keep for their backward pass
-        self._begun: dict[int, int] = {}  # updates before the forward pass of a microbatch
         self._kept_bytes: dict[tuple, int] = {}  # by the shape of the input
-        self.versions = 1  # the most versions of the parameters at a time
-        self.updates = 0
-        self.stalest = self.staleness = 0  # the most updates, and all, that a gradient has missed
         self._sums: list[PieceSum] = []
         self._adding: list[Any] = []
+
+    def _write_into(self, views: dict) -> None:
+        # The first axis of what a layer writes has an entry for each microbatch, here for one.
+        self._written = {name: view[None] for name, view in views.items()}
 
     @property
     def kept(self) -> int:
@@ -52,10 +58,8 @@ class Chunk:
 
     @property
     def stash_bytes(self) -> int:
-        """The bytes that are kept for microbatches under way: activations, and old parameters."""
-        old = {id(one): one for one in self._old.values()}
-        arrays = [array for one in old.values() for array in one.values()]
-        return sum(self._bytes.values()) + sum(array.nbytes for array in arrays)
+        """The bytes that are kept for microbatches under way."""
+        return sum(self._bytes.values())
 
     @property
     def learns(self) -> bool:
@@ -80,43 +84,31 @@ class Chunk:
                 tape.append(saved)
         if keep:
             self._tapes[microbatch] = tape
-            self._begun[microbatch] = self.updates
             key = entered.shape
             if key not in self._kept_bytes:
                 self._kept_bytes[key] = array_bytes(tape)
             self._bytes[microbatch] = self._kept_bytes[key]
         return x
 
-    def backward(self, microbatch: int, dy):
+    def used_by(self, microbatch: int) -> dict:
+        """Return the parameters with which a microbatch had its forward pass."""
+        return self.parameters
+
+    def backward(self, microbatch: int, dy, ready: Callable[[str], None] = _nothing):
         """Write the gradients of a microbatch; return the gradient of the input.
 
-        The result is None if no layer before needs it.
+        The result is None if no layer before needs it. ``ready(name)`` is called as soon as a
+        gradient is final.
         """
-        tape = self._tapes.pop(microbatch)
+        tape, parameters = self._tapes.pop(microbatch), self.used_by(microbatch)
         del self._bytes[microbatch]
-        parameters = self._old.pop(microbatch, self.parameters)
         last = 0 if self.first is None else self.first
         for i in range(len(self.layers) - 1, last - 1, -1):
             first = i == self.first
             dy = self.layers[i].backward(
-                parameters, tape.pop(), dy, self._written, _nothing, first=first
+                parameters, tape.pop(), dy, self._written, ready, first=first
             )
         return dy if self.first is None else None
-
-    def keep_version(self, microbatch: int) -> None:
-        """Keep the parameters for the microbatches under way: an update by `microbatch` follows.
-
-        Those that began before an earlier update keep the version that they have.
-        """
-        missed = self.updates - self._begun.pop(microbatch)
-        self.updates += 1
-        self.staleness += missed
-        self.stalest = max(self.stalest, missed)
-        newest = [i for i in self._tapes if i not in self._old]
-        if newest and self.parameters:
-            copies = {name: array.copy() for name, array in self.parameters.items()}
-            self._old.update(dict.fromkeys(newest, copies))
-        self.versions = max(self.versions, 1 + len({id(one) for one in self._old.values()}))
 
     def backward_input(self, microbatch: int, dy):
         """Return the gradient of the input as `backward` does; `backward_weights` comes later.
@@ -197,7 +189,3 @@ def array_bytes(saved: Any) -> int:
 def _has_halves(layer) -> bool:
     halves = ("backward_input", "backward_weights")
     return all(callable(getattr(layer, half, None)) for half in halves)
-
-
-def _nothing(name: str) -> None:
-    pass

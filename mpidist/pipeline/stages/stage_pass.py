@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
@@ -16,12 +15,9 @@ from .stage_messages import Arrival
 class StagePass:
     """The microbatches of one step on their way through this rank."""
 
-    def __init__(
-        self, stage, sizes, inputs: dict, labels: dict | None, total: int | None, update=None
-    ):
-        self.stage, self.sizes, self.total, self.update = stage, sizes, total, update
-        self.loss = 0.0  # with `update`, the mean of this rank's microbatches
-        self.inputs, self.labels = inputs, labels
+    def __init__(self, stage, sizes, inputs: dict, labels: dict | None, total: int | None):
+        self.stage, self.sizes, self.total = stage, sizes, total
+        self.inputs, self.labels = inputs, labels  # of the microbatches that have not entered
         self.scores: dict[int, Any] = {}
         #: What was computed: kind, chunk, microbatch, and times of `time.perf_counter`.
         self.spans: list[tuple[str, int, int, float, float]] = []
@@ -36,11 +32,15 @@ class StagePass:
         kind, chunk, i = action
         fault_point("action")
         if not self.sizes[i]:
-            if kind in (B, W) and self.update is None:
-                self.stage.chunks[chunk].add(i, None)
+            self._skip(kind, chunk, i)
             return
         _DOES[kind](self, chunk, i)
         self.stage.messages.progress()
+
+    def _skip(self, kind: str, chunk: int, i: int) -> None:
+        """Do what an action needs whose microbatch is empty."""
+        if kind in (B, W):
+            self.stage.chunks[chunk].add(i, None)
 
     def _forward(self, c: int, i: int) -> None:
         stage = self.stage
@@ -54,13 +54,15 @@ class StagePass:
             self.scores[i] = y[0] if stage.xp is np else y[0].get()
         else:
             losses, dy = stage.model.loss(y, self.labels.pop(i))
-            self._losses[i] = loss = float(losses[0])
-            if self.update is not None and not math.isfinite(loss):
-                dy[...] = 0  # the run stops after this step, and its parameters stay finite
-            self._made[StageAction(B, c, i)] = dy
+            self._made[StageAction(B, c, i)] = self._gradient_of_loss(i, float(losses[0]), dy)
         if self.total is not None:  # the figures are those of steps only
             self._computed(F, c, i, began)
             stage.note_stash()
+
+    def _gradient_of_loss(self, i: int, loss: float, dy):
+        """Note the loss of a microbatch; return its gradient."""
+        self._losses[i] = loss
+        return dy
 
     def _computed(self, kind: str, c: int, i: int, began: float) -> None:
         """Note the span of an action."""
@@ -90,25 +92,21 @@ class StagePass:
         else:
             dy = self._arrived(B, RECV_B, c, i) if chunk.learns else None
         began = time.perf_counter()
-        dx = chunk.backward_input(i, dy) if halves else chunk.backward(i, dy)
+        dx = chunk.backward_input(i, dy) if halves else self._whole_backward(c, i, dy)
         self._computed(I if halves else B, c, i, began)
         if dx is not None:
             self._made[StageAction(SEND_B, c, i)] = dx
         elif not halves:
             self._done(c, i)
 
+    def _whole_backward(self, c: int, i: int, dy):
+        return self.stage.chunks[c].backward(i, dy)
+
     def _add(self, c: int, i: int) -> None:
         """Add the gradients of a microbatch."""
         began = time.perf_counter()
         loss = self._losses.pop(i, 0.0) if c == self.stage.last_chunk else 0.0
-        chunk, weight = self.stage.chunks[c], self.sizes[i] / self.total
-        if self.update is None:
-            chunk.add(i, weight, loss)
-        else:
-            self.loss += loss * weight
-            chunk.keep_version(i)
-            self.update(chunk.gradients, chunk.parameters, weight)
-            self.stage.note_stash()
+        self.stage.chunks[c].add(i, self.sizes[i] / self.total, loss)
         ended = time.perf_counter()
         self.stage.computing += ended - began
         self.spans[-1] = (*self.spans[-1][:4], ended)  # the backward pass whose gradients these are

@@ -1,0 +1,1 @@
+"""What the ranks of a grid of stages and replicas do, beyond the schedules of one pipeline."""

@@ -1,0 +1,123 @@
+"""Decide at a resume whether the cuts of the last run still suit its measured times. Without MPI.
+
+    layers     ms 4 4 4 | 4 4 4     the plan: stages of 12 and 12 ms
+    measured   ms 12    | 24        ratios 1.0 and 2.0: one is 100 % above the other
+    corrected  ms 4 4 4 | 8 8 8     the profile as the last run has found it
+    new cuts      4 4 4 8 | 8 8     20 and 16 ms
+
+Only the ratios of stages to each other count: on a machine that is half as fast in all stages, the
+same cuts are the best ones. The correction says nothing about the layers of one stage, so layers
+that leave a stage take its ratio with them, and the next run measures the new stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from ..layer_profile import Layer, LayerProfile, chain
+from ..stage_partition import cut
+
+#: The ratio of measured to planned time of a stage may be this share above that of another one.
+MOST_OFF = 0.2
+
+
+class CutChoice(NamedTuple):
+    """Where a model is cut, and why.
+
+    Attributes
+    ----------
+    cuts : list of int
+    origin : str
+        "given", "measured" (by rank 0 before the run), "kept" from the last run, or "changed".
+    before : list of int or None
+        The cuts of the last run, if it had others.
+    off : float or None
+        How much the measured times of the last run were off its plan; 0.2 is 20 %.
+    layers : list of (forward, backward, output bytes, parameter bytes)
+        The profile from which the cuts come; empty if they are given.
+    samples : int
+        The samples of the microbatch that the profile is of.
+    """
+
+    cuts: list[int]
+    origin: str = "given"
+    before: list[int] | None = None
+    off: float | None = None
+    layers: Sequence[Sequence[float]] = ()
+    samples: int = 0
+
+
+def profile_rows(profile: LayerProfile) -> list[list[float]]:
+    """Return the profile of a chain as plain lists, for a checkpoint."""
+    return [
+        [one.forward, one.backward, one.output_bytes, one.parameter_bytes]
+        for one in profile.layers
+    ]  # fmt: skip
+
+
+def best_cuts(rows: Sequence[Sequence[float]], parts: int) -> list[int]:
+    """Return the cuts of a chain with which the slowest of `parts` parts takes the least time."""
+    profile = chain([
+        Layer(f"layer{k}", "layer", forward, backward, output, parameters)
+        for k, (forward, backward, output, parameters) in enumerate(rows)
+    ])  # fmt: skip
+    plan = cut(profile, workers=parts, stages=parts, replication=False)
+    return list(accumulate(len(stage.nodes) for stage in plan.stages))[:-1]
+
+
+def stage_ratios(
+    rows: Sequence[Sequence[float]], cuts: Sequence[int], seconds: Sequence[float | None]
+) -> list[float | None]:
+    """Return measured over planned time of each part; None where one of the two is not known."""
+    found = []
+    for (start, stop), measured in zip(pairwise([0, *cuts, len(rows)]), seconds, strict=True):
+        planned = sum(row[0] + row[1] for row in rows[start:stop])
+        found.append(measured / planned if planned > 0 and measured else None)
+    return found
+
+
+def choose_again(last: Mapping[str, Any], layers: int, parts: int, samples: int):
+    """Return the `CutChoice` for a resume; None if the last run does not tell, so measure.
+
+    Parameters
+    ----------
+    last : mapping
+        From the checkpoint: `cuts`, `layers` and `samples` of its `CutChoice`, and `seconds`, the
+        measured time of a microbatch in each part.
+    layers, parts, samples : int
+        Of this run: the layers of the model, the parts to cut it into, the samples of a microbatch.
+    """
+    rows, cuts = last.get("layers") or [], list(last.get("cuts", ()))
+    if len(rows) != layers or last.get("samples") != samples:
+        return None
+    found = stage_ratios(rows, cuts, last["seconds"])
+    known = [ratio for ratio in found if ratio is not None]
+    off = max(known) / min(known) - 1 if known else 0.0
+    same = len(cuts) == parts - 1
+    if same and off <= MOST_OFF:
+        return CutChoice(cuts, "kept", None, off, rows, samples)
+    if off > MOST_OFF:
+        # Only the shape counts, so one of the stages keeps the times that it has.
+        usual = sorted(known)[len(known) // 2]
+        bounds = [0, *cuts, layers]
+        rows = [
+            [row[0] * by, row[1] * by, *row[2:]]
+            for (start, stop), ratio in zip(pairwise(bounds), found, strict=True)
+            for row in rows[start:stop]
+            for by in [1.0 if ratio is None else ratio / usual]
+        ]
+    new = best_cuts(rows, parts)
+    return CutChoice(new, "kept" if new == cuts else "changed", cuts, off, rows, samples)
+
+
+def explain_cuts(choice: CutChoice) -> str:
+    """Return the line that a resumed run prints about its cuts."""
+    off = f"the stages' measured times are {choice.off:.0%} off the plan"
+    if choice.origin == "kept" and choice.before is None:
+        return f"pipeline: cuts {choice.cuts} stay: {off}, at most {MOST_OFF:.0%} is no reason"
+    if choice.origin == "kept":
+        return f"pipeline: cuts {choice.cuts} stay: {off}, and no other cuts are better"
+    why = "another number of parts" if len(choice.before or ()) != len(choice.cuts) else off
+    return f"pipeline: cuts {choice.cuts} instead of {choice.before}: {why}"
