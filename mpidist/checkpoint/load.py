@@ -72,6 +72,20 @@ def load_step(path, step: int | None = None, history: int | None = None) -> tupl
     return entry.step, state
 
 
+def saved_extras(path) -> dict:
+    """Return the extras of the newest step as nested dicts, without its arrays.
+
+    The result is empty if there is no step, or if its manifest is damaged. Only the manifest is
+    read, so nothing proves that the arrays are undamaged.
+    """
+    path = checked_path("path", path)
+    with suppress(NoCheckpoint, Damaged):
+        entry = histories.first(path)
+        if entry is not None:
+            return tree(iter(steps.read_manifest(path, entry).extras))
+    return {}
+
+
 def wait_for_step(path, after: int | None = None, *, timeout: float | None = None) -> int:
     """Wait until a running job has saved another step, and return the number of this step.
 

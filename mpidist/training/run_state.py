@@ -381,6 +381,8 @@ class Progress:
         if not self.exchange.dedicated:
             selection.restore(self.exchange.workers, facts["selection"])
         self._take(facts, retry_bad)
+        if hasattr(self.exchange, "restored"):
+            self.exchange.restored(state)
         events.emit("resumed", step=self.step)
 
     def _take(self, facts: Mapping, retry_bad: bool = False) -> None:

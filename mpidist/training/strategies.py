@@ -216,8 +216,8 @@ class Pipeline:
     chunks : int
         The number of parts of each stage, for "interleaved".
     flush : int, optional
-        For "pipedream": after each `flush` microbatches, and at the end of each step, all stages
-        finish them before the next one enters.
+        For "pipedream": after each `flush` microbatches, all stages finish them before the next one
+        enters. They do so before each checkpoint in any case. A multiple of all replicas.
     split : mapping of str to str, optional
         Dense layers that several ranks share, by name, such as ``{"dense2": "columns"}``: each rank
         has some "columns" or "rows" of the weights, see `md.models.SplitDense`.
@@ -238,6 +238,7 @@ class Pipeline:
     in_parts: ClassVar[bool] = True  # no rank makes the parameters of the whole model
     takes_microbatches: ClassVar[bool] = True
     has_replicas: ClassVar[bool] = True
+    reads_last_run: ClassVar[bool] = True  # `open` takes the store
 
     def __post_init__(self):
         look_up(SCHEDULES, self.schedule, "schedule")
@@ -319,19 +320,30 @@ class Pipeline:
             schedule=self.schedule, chunks=self.chunks, flush=self.flush,
         )  # fmt: skip
 
-    def open(self, comm, model, optimizer, *, global_batch: int, seed: int, microbatches=None):
-        """Return the object that trains the stages in one run. Collective over `comm`."""
-        from .exchanges.pipeline_exchange import Stages, measured_cuts
+    def open(
+        self, comm, model, optimizer, *, global_batch: int, seed: int, microbatches=None,
+        store=None, resume=False,
+    ):  # fmt: skip
+        """Return the object that trains the stages in one run. Collective over `comm`.
 
-        cuts, samples = self.cuts, -(-global_batch // microbatches)
+        With cuts="auto", the newest checkpoint of `store` tells how well the last cuts suit.
+        """
+        from .exchanges.pipeline_exchange import CutChoice, Stages
+        from .exchanges.pipelines.pipeline_choice import choose_cuts, last_run
+
+        samples, last = -(-global_batch // microbatches), None
+        if isinstance(self.cuts, str):
+            last = last_run(comm, store, resume)
         if self.split is not None:
-            return self._open_split(comm, model, optimizer, samples, microbatches)
-        if cuts == "auto":
-            cuts = measured_cuts(comm, model, self._parts(comm.size), samples)
-        grid = self._grid(len(model.layers), cuts, comm.size, microbatches)
-        return Stages(comm, model, optimizer, grid)
+            return self._open_split(comm, model, optimizer, samples, microbatches, last)
+        if isinstance(self.cuts, str):
+            choice = choose_cuts(comm, model, self._parts(comm.size), samples, last)
+        else:
+            choice = CutChoice(list(self.cuts))
+        grid = self._grid(len(model.layers), choice.cuts, comm.size, microbatches)
+        return Stages(comm, model, optimizer, grid, choice)
 
-    def _open_split(self, comm, model, optimizer, samples: int, microbatches: int):
+    def _open_split(self, comm, model, optimizer, samples: int, microbatches: int, last):
         from .exchanges.split_exchange import SplitStages
 
         ways = self._ways(comm.size)
@@ -339,7 +351,7 @@ class Pipeline:
         return SplitStages(
             comm, model, optimizer, split=self.split or {}, ways=ways, samples=samples,
             plan=lambda cuts: self._grid(layers, cuts, ranks, microbatches),
-            cuts=None if self.cuts == "auto" else self.cuts, parts=self._parts(ranks),
+            cuts=None if self.cuts == "auto" else self.cuts, parts=self._parts(ranks), last=last,
         )  # fmt: skip
 
 

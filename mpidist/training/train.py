@@ -225,6 +225,8 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
     fresh = carried.fresh(asked.resume)
     leaving = hand_over.leaving(comm)
     with leaving, watch, open_store(comm, asked.checkpoint, fresh, carried.memory) as store:
+        if getattr(agreed.strategy, "reads_last_run", False):
+            settings |= {"store": store, "resume": asked.resume}
         exchange, early = carried.open(agreed.strategy, comm, asked, settings), False
         with abandon_on_error(exchange):
             bad = Quarantine(exchange.workers, source, asked.max_bad, asked.quarantine)

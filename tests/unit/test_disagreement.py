@@ -83,7 +83,7 @@ TESTS = {
 #: Collective entries that take nothing which could differ, and why.
 WITHOUT_ARGUMENTS = {
     "free", "Plan", "Handle.wait", "Topology.inter_comm", "Topology.close", "Gradients.close",
-    "ServerGroup.barrier", "ServerGroup.close", "Stage.close",
+    "ServerGroup.barrier", "ServerGroup.close", "Stage.close", "Stage.drain",
     *(f"{store}.{name}" for store in ("CheckpointStore", "TieredStore")
       for name in ("latest_step", "continue_newest", "wait", "let_go", "close")),
     "TieredStore.stop_holding",

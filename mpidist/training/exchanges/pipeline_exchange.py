@@ -8,16 +8,17 @@
 
 A bad record is left out before its microbatch enters the pipeline. The gradients of the pieces are
 added in the tree of ``microbatches`` under `AllReduce`, so the parameters have the bits of such a
-run. With "pipedream", the optimizer instead makes an update in the backward pass of each
-microbatch. A checkpoint has the same arrays as with `AllReduce`, each from the ranks of its stage,
-so it restarts on any grid and with `AllReduce`.
+run. With "pipedream", the optimizer instead makes an update for each round of microbatches, and
+microbatches stay under way from step to step, until a checkpoint or the end. A checkpoint has the
+same arrays as with `AllReduce`, each from the ranks of its stage, so it restarts on any grid and
+with `AllReduce`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -27,23 +28,20 @@ from ...collectives.broadcast_parameters import broadcast_parameters
 from ...data import BadRecordFilter, as_source
 from ...errors import BadRecord
 from ...fault_tolerance.check_replicas import check_replicas
+from ...gradients.exchange import Gradients
 from ...partition import BlockPartition
-from ...pipeline import ChunkCost, PipelineGrid, cut, measure
+from ...pipeline import PipelineGrid
 from ...pipeline.action_trace import EVENT
-from ...pipeline.measure_layers import random_batch
-from ...pipeline.pipeline_schedules import B, F, I, W
-from ...pipeline.simulate_actions import NO_TIME, simulate_placed
-from ...pipeline.stage_contract import checked_arrays
+from ...pipeline.grid.recut import CutChoice
 from ...pipeline.stages.stage import Stage
 from ...runtime.agreement.run_on_all import run_on_all
 from ...runtime.agreement.tell_others import tell
-from ...runtime.polling import phase, wait_until
+from ...runtime.polling import wait_until
 from .evaluation import add_to_digest, count_hits, shared_accuracy
+from .pipelines.pipeline_choice import ENTRY, chunk_seconds, simulated_bubble
 
 #: Samples of a microbatch of test data.
 _CHUNK = 128
-#: Most actions, times ranks, that are simulated at the end of a run.
-_MOST_SIMULATED = 500_000
 
 
 class Untimed:
@@ -62,10 +60,10 @@ class Stages:
     price: dict | None = None
     wait = staticmethod(wait_until)
 
-    def __init__(self, comm, model, optimizer, grid: PipelineGrid):
+    def __init__(self, comm, model, optimizer, grid: PipelineGrid, choice: CutChoice):
         self.comm = self.workers = comm
         self.model, self.optimizer = model, optimizer
-        self.stage = Stage(comm, model, grid)
+        self.stage = Stage(comm, model, grid, gradients=Gradients)
         # The other layers would keep their first values, so this rank has no parameters of them.
         model.parameters = self.parameters = self.stage.parameters
         if self.parameters:
@@ -74,23 +72,22 @@ class Stages:
             comm, "md.train: optimizer", lambda: optimizer.init(self.parameters)
         )
         self.stragglers = Untimed()
-        self._skipped = False
+        self._choice, self._skipped = choice, False
         self._at_once = grid.schedule == "pipedream"
 
     # -- a step ------------------------------------------------------------------------
 
-    def part(self, count: int, step: int = 0) -> tuple[int, int]:
-        """Return (start, stop) of the samples in a global batch that this rank reads."""
+    def part(self, count: int, step: int = 0) -> slice | np.ndarray:
+        """Return which samples in a global batch this rank reads."""
         reads = self.stage.reads_inputs or self.stage.reads_labels
-        return self.stage.part(count) if reads else (0, 0)
+        return self.stage.rows(count) if reads else slice(0, 0)
 
     def compute(self, feed, indices) -> tuple[float, int]:
         """Compute the gradients of this step; return (0.0, the samples that this rank has read).
 
         Collective. `reduce` returns the loss.
         """
-        start, stop = self.part(len(indices))
-        mine = indices[start:stop]
+        mine = indices[self.part(len(indices))]
         taken = feed.take(mine)
         if taken is not None:
             self._reject(feed, taken, mine)
@@ -188,14 +185,54 @@ class Stages:
     # -- the state -----------------------------------------------------------------------
 
     def state(self, saving: bool) -> dict:
-        """Return the arrays of this stage, without a copy: parameters and optimizer."""
-        state = {"parameters": dict(self.parameters), "optimizer": self.optimizer_state}
+        """Return the arrays of this stage, without a copy: parameters and optimizer.
+
+        Collective with `saving`, because what is under way is finished first.
+        """
+        if saving:
+            self.stage.drain()
+        state = {"parameters": dict(self.parameters), "optimizer": dict(self.optimizer_state)}
         # An empty dict would be saved as an entry, which other stages do not have.
         state["optimizer"] = {
             key: one for key, one in state["optimizer"].items()
             if not isinstance(one, Mapping) or one
         }  # fmt: skip
+        if saving:
+            state[ENTRY] = facts = self._facts_to_save()
+            # These count updates, of which stages with more replicas make fewer.
+            for name in _counts(state["optimizer"]) if self._at_once else ():
+                one, values = state["optimizer"][name], facts["counts"].values()
+                state["optimizer"][name] = np.full_like(one, max(each[name] for each in values))
         return {key: one for key, one in state.items() if one}
+
+    def _facts_to_save(self) -> dict:
+        """Return plain values for the checkpoint, equal on all ranks. Collective.
+
+        They are the cuts with their profile, the measured seconds of a microbatch in each chunk,
+        and the numbers of updates of each stage.
+        """
+        stage, grid, choice = self.stage, self.stage.grid, self._choice
+        known = stage.rank, (stage.stage, _counts(self.optimizer_state), stage.mean_times())
+
+        def together(everyone: list) -> dict:
+            # Pipelines beside each other do the same; the first one is told of.
+            first = dict(reversed(everyone))
+            stages, counts, times = zip(*(first[rank] for rank in sorted(first)), strict=True)
+            return {
+                "cuts": list(grid.cuts), "replicas": list(grid.replicas),
+                "samples": choice.samples, "layers": list(choice.layers),
+                "seconds": chunk_seconds(grid, times),
+                "counts": {str(s): one for s, one in zip(stages, counts, strict=True)},
+            }  # fmt: skip
+
+        return run_on_all(self.comm, "md.train: stages", lambda: known, together)
+
+    def restored(self, state: Mapping) -> None:
+        """Take back the number of updates of this stage, if the last run had the same stages."""
+        facts, grid = state.get(ENTRY, {}), self.stage.grid
+        if self._at_once and facts.get("replicas") == list(grid.replicas):
+            for name, value in facts["counts"].get(str(self.stage.stage), {}).items():
+                self.optimizer_state[name][...] = value
 
     def check(self, step: int) -> None:
         """Raise ReplicaError on all ranks unless the replicas of each stage are equal.
@@ -208,11 +245,13 @@ class Stages:
         )  # fmt: skip
 
     def save_point(self, step: int) -> None:
-        """Check that the replicas of each stage are equal, before they are saved. Collective."""
+        """Finish what is under way, and check that the replicas are equal. Collective."""
+        self.stage.drain()
         self.check(step)
 
     def finish(self) -> None:
-        """Do nothing: every stage has its final parameters already."""
+        """Finish what is under way, so that every stage has its final parameters. Collective."""
+        self.stage.drain()
 
     def evaluate(self, data) -> float:
         """Return the share of samples that the model classifies correctly. Collective."""
@@ -222,8 +261,7 @@ class Stages:
         count = stage.grid.microbatches * _CHUNK
         for first in range(0, len(source), count):
             indices = np.arange(first, min(first + count, len(source)))
-            start, stop = self.part(len(indices))
-            mine = indices[start:stop]
+            mine = indices[self.part(len(indices))]
             taken = careful.take(mine)
             for one in taken.bad:
                 events.emit("bad_record", source="test data", index=one.index, reason=one.reason)
@@ -267,13 +305,15 @@ class Stages:
                 **{name: [row[name] for row in rows] for name in mine},
                 "cut_bytes": [sum(one[c] for one in cuts) // steps for c in range(len(grid.cuts))],
                 "bubble": round(sum(row["idle"] for row in rows) / len(rows), 4),
-                "bubble_simulated": simulated_bubble(grid, times),
+                "bubble_simulated": simulated_bubble(grid, times, stage.steps),
             }
 
         known = mine, stage.cut_bytes, stage.mean_times()
         return {
             "cuts": list(grid.cuts), "replicas": list(grid.replicas), "schedule": grid.schedule,
             "chunks": grid.chunks, "microbatches": grid.microbatches,
+            "cuts_from": self._choice.origin, "cuts_before": self._choice.before,
+            "plan_off": self._choice.off,
             **run_on_all(stage.comm, "md.train: layout", lambda: known, together),
         }  # fmt: skip
 
@@ -306,48 +346,9 @@ class Stages:
         """Do nothing after a death: nothing of a pipeline outlives its communicator."""
 
 
-def simulated_bubble(grid: PipelineGrid, times: Sequence[Mapping]) -> float | None:
-    """Return the idle share of a grid's schedule with the mean times of all ranks.
-
-    None if nothing was computed, or if the simulation would take seconds.
-    """
-    lists = [grid.actions(rank) for rank in range(grid.ranks)]
-    if sum(map(len, lists)) * grid.ranks > _MOST_SIMULATED or not any(times):
-        return None
-
-    def mean(chunk: int, kinds: str) -> float:
-        stage = grid.ranks_of(chunk % grid.stages)
-        known = [times[rank] for rank in stage if (chunk, kinds[0]) in times[rank]]
-        return sum(one.get((chunk, kind), 0.0) for one in known for kind in kinds) / max(
-            len(known), 1
-        )
-
-    costs = []
-    for chunk in range(grid.stages * grid.chunks):
-        halves = mean(chunk, I), mean(chunk, W)
-        backward = sum(halves) or mean(chunk, B)
-        share = halves[0] / backward if sum(halves) else 0.5
-        costs.append(ChunkCost(mean(chunk, F), backward, 0.0, share))
-    return round(simulate_placed(lists, costs, NO_TIME, grid.holder).bubble, 4)
-
-
-def measured_cuts(comm, model, parts: int, samples: int, measuring: int = 1) -> list[int]:
-    """Return where to cut a model for `parts` parts, as rank 0 measures it. Collective.
-
-    The first `measuring` ranks measure it together, if they share layers.
-    """
-
-    def local() -> list[int] | None:
-        if comm.rank >= measuring or parts == 1:
-            return []
-        if "parameters" in vars(model):
-            checked_arrays(model, model.layers)
-        profile = measure(model, random_batch(model, samples))
-        plan = cut(profile, workers=parts, stages=parts, replication=False)
-        ends = np.cumsum([len(stage.nodes) for stage in plan.stages])
-        return ends[:-1].tolist()
-
-    with phase("plan"):
-        cuts = run_on_all(comm, "md.train: cuts", local, lambda everyone: everyone[0])
-    events.emit("cuts", cuts=cuts)
-    return cuts
+def _counts(optimizer_state: Mapping) -> dict[str, float]:
+    """Return the numbers in the state of an optimizer that belong to no parameter."""
+    return {
+        name: one.item() for name, one in optimizer_state.items()
+        if not isinstance(one, Mapping) and getattr(one, "shape", None) == ()
+    }  # fmt: skip

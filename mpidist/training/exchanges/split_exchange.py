@@ -29,7 +29,8 @@ from ...runtime.agreement.run_on_all import run_on_all
 from ...runtime.agreement.tell_others import tell
 from ...runtime.context import free, of
 from .evaluation import digest_of_parts
-from .pipeline_exchange import Stages, measured_cuts
+from .pipeline_exchange import CutChoice, Stages
+from .pipelines.pipeline_choice import choose_cuts
 
 #: Facts of `Stages.layout` that have a value for each rank.
 _BY_RANK = (
@@ -55,11 +56,13 @@ class SplitStages(Stages):
         None if they are measured.
     parts, samples : int
         The parts of the model, and the samples of a microbatch, for this measurement.
+    last : mapping or None
+        What the last run has measured.
     """
 
     def __init__(
         self, comm, model, optimizer, *, split: Mapping[str, str], ways: int,
-        plan: Callable[..., PipelineGrid], cuts, parts: int, samples: int,
+        plan: Callable[..., PipelineGrid], cuts, parts: int, samples: int, last,
     ):  # fmt: skip
         self.ways, self.split, self.way = ways, dict(split), comm.rank % ways
         # Ranks beside each other share a layer, because they are most often on one node.
@@ -67,8 +70,10 @@ class SplitStages(Stages):
         self.pipeline = comm.Split(self.way, comm.rank)
         own = split_model(model, self.sharers, split)
         if cuts is None:
-            cuts = measured_cuts(comm, own, parts, samples, measuring=ways)
-        super().__init__(self.pipeline, own, optimizer, plan(cuts))
+            choice = choose_cuts(comm, own, parts, samples, last, measuring=ways)
+        else:
+            choice = CutChoice(list(cuts))
+        super().__init__(self.pipeline, own, optimizer, plan(choice.cuts), choice)
         self.comm = self.workers = comm
         model.parameters = self.parameters
         self._parts = parts_of(own)

@@ -1,0 +1,1 @@
+"""What pipelines decide before a run: where to cut a model."""

@@ -1,0 +1,104 @@
+"""What `Pipeline` finds out before a run: where to cut the model, from rank 0's measurements.
+
+With ``cuts="auto"``, a new run measures the layers. A resumed run reads from its checkpoint which
+cuts the last run had, from which profile they came, and how long its stages took; `recut` says
+whether the cuts stay. All ranks use what rank 0 has read and measured.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .... import events
+from ....checkpoint.load import saved_extras
+from ....pipeline import ChunkCost, PipelineGrid, measure
+from ....pipeline.grid.recut import CutChoice, best_cuts, choose_again, explain_cuts, profile_rows
+from ....pipeline.measure_layers import random_batch
+from ....pipeline.pipeline_schedules import B, F, I, U, W
+from ....pipeline.simulate_actions import NO_TIME, simulate_placed
+from ....pipeline.stage_contract import checked_arrays
+from ....runtime.agreement.run_on_all import run_on_all
+from ....runtime.polling import phase
+
+#: Most actions, times ranks, that are simulated at the end of a run.
+_MOST_SIMULATED = 500_000
+#: The entry of a checkpoint with the cuts and times of a run.
+ENTRY = "pipeline"
+
+
+def last_run(comm, store, resume: bool | str) -> dict | None:
+    """Return what the newest checkpoint tells about its pipeline; None if nothing. Collective."""
+    path = getattr(store, "path", None)
+    reads = comm.rank == 0 and path is not None and resume not in (False, "fresh")
+
+    def local() -> dict | None:
+        return saved_extras(path).get(ENTRY) if reads else None
+
+    return run_on_all(comm, "md.train: last cuts", local, lambda everyone: everyone[0])
+
+
+def choose_cuts(
+    comm, model, parts: int, samples: int, last: Mapping[str, Any] | None, measuring: int = 1
+) -> CutChoice:
+    """Return where to cut a model for `parts` parts. Collective.
+
+    `last` is from `last_run`. If it tells nothing, the first `measuring` ranks measure the model
+    together, if they share layers.
+    """
+    known = choose_again(last, len(model.layers), parts, samples) if last and parts > 1 else None
+    if known and comm.rank == 0 and events.VERBOSITY:
+        print(f"mpidist: {explain_cuts(known)}", file=sys.stderr, flush=True)
+
+    def local() -> CutChoice | None:
+        if comm.rank >= measuring or known or parts == 1:
+            return known or CutChoice([], "measured")
+        if "parameters" in vars(model):
+            checked_arrays(model, model.layers)
+        rows = profile_rows(measure(model, random_batch(model, samples)))
+        return CutChoice(best_cuts(rows, parts), "measured", layers=rows, samples=samples)
+
+    with phase("plan"):
+        choice = run_on_all(comm, "md.train: cuts", local, lambda everyone: everyone[0])
+    events.emit("cuts", cuts=choice.cuts, origin=choice.origin, before=choice.before)
+    return choice
+
+
+def mean_time(grid: PipelineGrid, times: Sequence[Mapping], chunk: int, kinds: str) -> float | None:
+    """Return the mean seconds of these kinds of computations in a chunk; None if there were none.
+
+    `times` are those of all ranks, see `Stage.mean_times`.
+    """
+    stage = grid.ranks_of(chunk % grid.stages)
+    known = [times[rank] for rank in stage if (chunk, kinds[0]) in times[rank]]
+    if not known:
+        return None
+    return sum(one.get((chunk, kind), 0.0) for one in known for kind in kinds) / len(known)
+
+
+def chunk_seconds(grid: PipelineGrid, times: Sequence[Mapping]) -> list[float | None]:
+    """Return how long a microbatch was in each chunk, forward and backward."""
+    return [mean_time(grid, times, c, F + B + I + W) for c in range(grid.stages * grid.chunks)]
+
+
+def simulated_bubble(grid: PipelineGrid, times: Sequence[Mapping], steps: int) -> float | None:
+    """Return the idle share of a grid's schedule with the mean times of all ranks.
+
+    None if nothing was computed, or if the simulation would take seconds. With "pipedream", a few
+    of the `steps` are simulated, because the pipeline is not emptied between them.
+    """
+    lists = [grid.actions(rank) for rank in range(grid.ranks)]
+    if grid.in_rounds and grid.flush is None:
+        stop = min(max(steps, 1), 4) * grid.padded
+        lists = [grid.passes(rank, 0, 0, stop, True) for rank in range(grid.ranks)]
+    if sum(map(len, lists)) * grid.ranks > _MOST_SIMULATED or not any(times):
+        return None
+    lists = [[one for one in each if one.kind != U] for each in lists]
+    costs = []
+    for chunk in range(grid.stages * grid.chunks):
+        forward, *halves, whole = (mean_time(grid, times, chunk, kind) or 0.0 for kind in "FIWB")
+        backward = sum(halves) or whole
+        share = halves[0] / backward if sum(halves) else 0.5
+        costs.append(ChunkCost(forward, backward, 0.0, share))
+    return round(simulate_placed(lists, costs, NO_TIME, grid.holder).bubble, 4)

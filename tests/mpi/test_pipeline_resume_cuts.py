@@ -1,0 +1,61 @@
+"""New cuts at a resume, if the last run was not as planned (R60, R62)."""
+
+import time
+
+import pytest
+from mpi4py import MPI
+from test_train import TRAIN
+
+import mpidist as md
+from mpidist import models, optim
+from mpidist.models.layers import Relu
+
+
+class Naps(Relu):
+    """Sleeps in each pass; the last ones of a model longer, as soon as `tired`."""
+
+    tired = False
+
+    def __init__(self, late):
+        self.late = late
+
+    def forward(self, parameters, x):
+        time.sleep(0.012 if self.late and Naps.tired else 0.003)
+        return super().forward(parameters, x)
+
+
+@pytest.mark.ranks(2)
+def test_a_resume_cuts_anew_if_a_stage_took_longer_than_planned(comm, folder, capsys):
+    """All ranks decide as rank 0, and the bits do not depend on it."""
+    layers = models.mlp([12, 16, 3]).layers
+    layers = [*layers[:2], *[Naps(k > 2) for k in range(6)], *layers[2:]]
+    given = {"optimizer": optim.momentum(0.05), "global_batch": 20, "steps": 6, "microbatches": 4}
+
+    def fit(comm, strategy, **more):
+        return md.train(comm, models.Network(layers, (12,), 7), TRAIN, strategy=strategy,
+                        **given, **more)  # fmt: skip
+
+    Naps.tired = False
+    expected = fit(MPI.COMM_SELF, md.AllReduce())
+    md.free(MPI.COMM_SELF)
+
+    def tire(report):
+        Naps.tired = True
+
+    first = fit(comm, md.Pipeline(), checkpoint=folder, stop_after=3, callbacks=[tire])
+    assert first.pipeline["cuts_from"] == "measured"
+    capsys.readouterr()
+    second = fit(comm, md.Pipeline(), checkpoint=folder)
+    told = capsys.readouterr().err
+    found = second.pipeline
+    [before], [cut] = first.pipeline["cuts"], found["cuts"]
+    assert (found["cuts_from"], found["cuts_before"]) == ("changed", [before])
+    assert cut > before
+    assert found["plan_off"] > 0.2
+    assert (f"mpidist: pipeline: cuts [{cut}] instead of [{before}]" in told) == (comm.rank == 0)
+    assert second.parameters_sha256 == expected.parameters_sha256
+    assert (second.resumed_at, second.steps) == (3, 6)
+    # Cuts that are given stay, whatever the times were.
+    given["steps"] = 7
+    third = fit(comm, md.Pipeline(cuts=[before]), checkpoint=folder)
+    assert (third.pipeline["cuts_from"], third.pipeline["plan_off"]) == ("given", None)
