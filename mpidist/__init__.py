@@ -60,6 +60,7 @@ _HOME = {
     "DropStale": "servers.modes.stale_gradients",
     "ScaleStale": "servers.modes.stale_gradients",
     "DelayCompensated": "servers.modes.stale_gradients",
+    "OpenRows": "servers.rows.open_rows",
     "ServerGroup": "servers.group",
     "Client": "servers.client",
     "CheckpointStore": "checkpoint.store",

@@ -15,7 +15,8 @@ from .layout.row_selection import Selection
 from .link import Link
 from .model_facts import Request, check_server_optimizer, optimizer_facts, parse_model
 from .protocol import ADD, HEADER_BYTES, TO_SERVER, VALUES, Header
-from .rows.row_policies import check_row_optimizer
+from .rows.row_policies import check_open_group, check_row_optimizer
+from .rows.unused_rows import open_bytes
 from .server import Hosted, Server
 from .shards import ServerShard, state_copies
 from .wire.wire_pieces import piece_limit
@@ -39,7 +40,8 @@ def host_model(
         facts, inits = parse_model(asked)
         asked.consistency.check(len(workers))
         check_server_optimizer(asked.name, asked.optimizer)
-        check_row_optimizer(asked.name, _policies(facts), asked.optimizer)
+        check_row_optimizer(asked.name, policies := _policies(facts), asked.optimizer)
+        check_open_group(asked.name, policies, group.votes or group.replicated)
         return {
             "facts": {**facts, "optimizer": optimizer_facts(asked.optimizer)},
             "inits": inits,
@@ -64,6 +66,7 @@ def host_model(
                 layout.bytes_of(index), copies, len(workers), asked.consistency,
                 asked.stale.compensates,
             )  # fmt: skip
+            need += open_bytes(layout, index, copies)
             if group.replicated:  # and a gradient that waits here, and one that is sent
                 need += round(layout.bytes_of(index - 1) * (2 + copies)) + layout.bytes_of(index)
             needs.append((rank, host, need, free))
@@ -99,7 +102,8 @@ def host_model(
 
 
 def _policies(facts: Mapping) -> dict[str, RowPolicy]:
-    return {n: RowPolicy(rows, facts["spread"][n]) for n, rows in facts["rows"].items()}
+    each, more = facts["rows"].items(), facts["open"]
+    return {n: RowPolicy(rows, facts["spread"][n], more.get(n)) for n, rows in each}
 
 
 def agree_to_remove(group, server: Server | None, name, taken: Mapping) -> None:

@@ -23,6 +23,7 @@ from .layout.row_selection import Selection
 from .link import GroupCall
 from .model_facts import Request
 from .protocol import CLOCK, LEAVE, PULL, PUSH, Header, largest
+from .rows.unused_rows import ask_to_drop
 from .wire.bound_push_pull import BoundPushPull, bind
 from .wire.client_requests import ClientRequests
 from .wire.trial_update import has_the_same_bits
@@ -52,9 +53,9 @@ class Client:
     def __init__(self, group, asked: Request, layout: ServerLayout, model: int, piece_bytes: int):
         self.name, self.layout, self.group = (name := asked.name), layout, group
         self._link, self._servers = group.link, group.server_ranks
-        calls = (f"{call} {name!r}" for call in ("pull", "push", "clock of", "push_pull"))
-        self._pulling, self._pushing, self._ticking, self._fused = (
-            GroupCall(group.link, call) for call in calls
+        kinds = ("pull", "push", "clock of", "push_pull", "drop rows of")
+        self._pulling, self._pushing, self._ticking, self._fused, self._dropping = (
+            GroupCall(group.link, f"{kind} {name!r}") for kind in kinds
         )
         self.gaps: Counter[int] = Counter()
         self.closed = self.removed = False
@@ -192,6 +193,22 @@ class Client:
             pushes, samples = self._checked(gradients, samples)
             self._enter()
             self._ask(PUSH | CLOCK | PULL, wanted, results, pushes, samples, known)
+
+    def drop(self, *, unused_for: int) -> int:
+        """Free the rows of open tables that no push has named lately; return how many they were.
+
+        A row is freed if its newest push is of none of the last `unused_for` clocks that all
+        workers have finished. Its key has its initial values again. One worker calls `drop`; other
+        workers may go on meanwhile.
+
+        Raises
+        ------
+        ConfigError
+            The model has no open table, or `unused_for` is not a whole number of 1 or more.
+        """
+        self._open()
+        with self._dropping:
+            return ask_to_drop(self, unused_for)
 
     def close(self) -> None:
         """Leave the model, if not yet done: other workers no longer wait for this worker."""

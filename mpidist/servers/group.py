@@ -34,6 +34,7 @@ from .model_facts import Request, check_function
 from .modes.model_changes import ModelChanges
 from .modes.stale_gradients import KeepStale, Stale
 from .protocol import BARRIER, BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER
+from .rows.open_rows import OpenRows
 from .server import Hosted, Server
 
 
@@ -117,7 +118,7 @@ class ServerGroup(OnlineShares):
         global_batch: int | None = None,
         nonfinite: str = "raise",
         stale: Stale | None = None,
-        rows: str | Mapping[str, str] = "dense",
+        rows: str | OpenRows | Mapping[str, str | OpenRows] = "dense",
         spread: str | Mapping[str, str] = "ranges",
     ) -> Client | None:
         """Add a model to the servers; return the model's client, or None on a dedicated server.
@@ -149,9 +150,10 @@ class ServerGroup(OnlineShares):
             nothing, or it sends a push of 0 samples, which ``client.stats`` counts.
         stale : KeepStale, DropStale, ScaleStale or DelayCompensated
             What servers do with gradients of old parameters under ASP, SSP and DSSP.
-        rows : "dense" or "lazy", or mapping of name to these
+        rows : "dense", "lazy", "open" or OpenRows, or mapping of name to these
             Whether an update moves all rows of a tensor, as by a gradient of zeros in the rows that
-            no push names, or the named rows only; equal if ``optimizer.rows`` is "exact".
+            no push names, or the named rows only; equal if ``optimizer.rows`` is "exact". "open":
+            see `OpenRows`.
         spread : "ranges" or "rows", or mapping of name to these
             Whether a server holds consecutive rows, or rows are dealt to the servers in turn.
 
@@ -289,7 +291,9 @@ class ServerGroup(OnlineShares):
             ``optimizer``: such a list for each kind of optimizer state; ``scalars``: the
             optimizer's 0-d arrays; ``version``: the number of updates applied; ``clock``: the
             clocks that the slowest worker has finished. The arrays are not copies: writing into
-            them changes the server's values.
+            them changes the server's values. Open tables are copied, as (name, keys, 2-D array),
+            and are in ``counts``, too: for each key the clocks since its newest push, and its
+            counted pushes, or -1 if it has a row.
         """
         hosted = self._hosted(name)
         return {**hosted.shard.export(), "clock": min(hosted.gate.clocks, default=0)}

@@ -12,7 +12,8 @@ from ..tensors import dtype_of
 from .consistency import Consistency
 from .layout.row_selection import checked_array
 from .modes.stale_gradients import KeepStale, Stale, stale_policy
-from .rows.row_policies import row_policies
+from .rows.open_rows import OpenRows
+from .rows.row_policies import check_open_tables, row_policies
 from .shards import parse_init
 
 #: What a client may do with a push that has a NaN or an infinity.
@@ -46,7 +47,7 @@ class Request(NamedTuple):
     kept: KeptModel | None = None
     nonfinite: str = "raise"
     stale: Stale = KeepStale()
-    rows: str | Mapping[str, str] = "dense"
+    rows: str | OpenRows | Mapping[str, str | OpenRows] = "dense"
     spread: str | Mapping[str, str] = "ranges"
 
 
@@ -107,7 +108,9 @@ def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, fl
                 f"model {name!r}: {key!r} is {dtype}; servers keep float16, bfloat16, float32 and "
                 "float64"
             )
-    policies = row_policies(name, specs, asked.rows, asked.spread)
+    shapes = {key: shape for key, (shape, _) in specs.items()}
+    policies = row_policies(name, shapes, asked.rows, asked.spread)
+    check_open_tables(asked, policies)
     facts = {
         "name": name,
         "tensors": {key: [list(specs[key][0]), specs[key][1].name] for key in sorted(specs)},
@@ -117,6 +120,7 @@ def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, fl
         "nonfinite": asked.nonfinite,
         "stale": repr(asked.stale),
         "rows": {key: policy.rows for key, policy in policies.items()},
+        "open": {key: policy.open for key, policy in policies.items() if policy.open},
         "spread": {key: policy.spread for key, policy in policies.items()},
     }
     return facts, inits
@@ -154,19 +158,22 @@ def check_function(on_pause) -> None:
         raise ConfigError(f"serve: on_pause={shown(on_pause)}; expected a function of the tag")
 
 
-def _described(model: str, name: str, value) -> tuple[tuple[int, ...], np.dtype]:
+def _described(model: str, name: str, value) -> tuple[tuple, np.dtype]:
     if len(value) not in (2, 3):
         raise ConfigError(
             f"model {model!r}: {name!r} is {shown(value)}; expected (shape, dtype) or "
             "(shape, dtype, init)"
         )
     try:
-        shape, dtype = tuple(int(n) for n in value[0]), dtype_of(value[1])
+        first = value[0][:1] if isinstance(value[0], tuple | list) else ()
+        unknown = first == type(first)([None])  # the first length of an open table
+        shape = tuple(int(n) for n in (value[0][1:] if unknown else value[0]))
+        dtype = dtype_of(value[1])
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model {model!r}: {name!r}: {error}") from error
     if any(n < 0 for n in shape):
         raise ConfigError(f"model {model!r}: {name!r} has a negative length in shape {shape}")
-    return shape, dtype
+    return ((None, *shape) if unknown else shape), dtype
 
 
 def check_server_optimizer(name: str, optimizer) -> None:

@@ -13,6 +13,7 @@ from .consistency import Consistency
 from .group import ServerGroup
 from .model_facts import check_function
 from .modes.stale_gradients import Stale
+from .rows.open_rows import OpenRows
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def parameter_server(
     global_batch: int | None = None,
     nonfinite: str = "raise",
     stale: Stale | None = None,
-    rows: str | Mapping[str, str] = "dense",
+    rows: str | OpenRows | Mapping[str, str | OpenRows] = "dense",
     spread: str | Mapping[str, str] = "ranges",
     on_pause: Callable[[Any], None] | None = None,
 ) -> Iterator[Client | None]:

@@ -32,9 +32,9 @@ FORMAT = 1
 MESSAGE_BYTES = 1 << 30
 
 # What a request asks for. The values are bits, so that one message can carry several requests.
-PUSH, CLOCK, PULL, LEAVE, PAUSE, BYE, ADD, BARRIER = 1, 2, 4, 8, 16, 32, 64, 128
+PUSH, CLOCK, PULL, LEAVE, PAUSE, BYE, ADD, BARRIER, DROP = 1, 2, 4, 8, 16, 32, 64, 128, 256
 
-_REQUESTS = ("push", "clock", "pull", "leave", "pause", "bye", "add", "barrier")
+_REQUESTS = ("push", "clock", "pull", "leave", "pause", "bye", "add", "barrier", "drop")
 
 
 def _name(flags: int) -> str:

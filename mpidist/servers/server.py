@@ -33,6 +33,7 @@ from .link import Link
 from .modes.hosted_model import Hosted, Pull, Push
 from .protocol import HEADER_BYTES, TO_SERVER, TO_WORKER, Header, Incoming
 from .replicas.shard_copies import ShardCopies
+from .rows.unused_rows import drop_rows
 from .votes import Votes
 from .wire.server_stream import PushStream
 
@@ -199,6 +200,9 @@ class Server:
             )
         if header.note1 and self.link.on_note is not None:
             self.link.on_note(rank, (header.note0, header.note1))
+        if header.flags & protocol.DROP:
+            drop_rows(self.link, model, rank, header)
+            return False
         actions: list[Action] = []
         message = buffer[: header.total]
         push_parts, words_at = self._selection(model, message, HEADER_BYTES, header.push_words)

@@ -19,6 +19,7 @@ from ..registry import has_argument
 from .layout.dealt_rows import dealt_to
 from .layout.placement import ServerLayout, Tensor
 from .layout.routing import ShardPart, views
+from .rows.open_table import OpenTable
 from .rows.row_sums import merge_rows
 from .rows.saved_rows import fill_pieces
 
@@ -102,17 +103,24 @@ class ServerShard:
         The optimizer's state for `parameters`.
     version : int
         The number of updates so far.
+    clock : int
+        The clock of the newest pushes.
+    open : dict of int to OpenTable
+        The open tables, by the numbers of their tensors.
     """
 
     def __init__(self, layout: ServerLayout, server: int, optimizer, inits: Mapping, seed: int):
-        self.server, self.version = server, 0
+        self.server, self.version, self.clock = server, 0, 0
         self.parameters: dict[str, np.ndarray] = {}
+        self.open: dict[int, OpenTable] = {}
         self._place(layout)
         for tensor, start, stop in layout.pieces[server]:
             name, _, dtype, *_ = layout.tensors[tensor]
             array = self.parameters[self._keys[tensor]] = np.empty(stop - start, dtype)
             init = inits.get(name, ("zeros", 0.0))
-            if layout.tensors[tensor].dealt:
+            if layout.tensors[tensor].open is not None:
+                self.open[tensor] = OpenTable(self, layout.tensors[tensor], init, seed)
+            elif layout.tensors[tensor].dealt:
                 _initial_rows(array, layout.tensors[tensor], server, init, seed)
             else:
                 initial(array, name, start, init, seed)
@@ -162,7 +170,10 @@ class ServerShard:
         """Copy the values of tensor parts into the message in `buffer`, from byte `offset` on."""
         for part, view in views(self.layout, parts, buffer, offset):
             array = self.parameters[self._keys[part.piece.tensor]]
-            if part.rows is None:
+            if (table := self.open.get(part.piece.tensor)) is not None:
+                if part.rows is not None:
+                    table.read(part.rows, view.reshape(-1, table.width))
+            elif part.rows is None:
                 view[...] = array
             else:
                 width = self.layout.tensors[part.piece.tensor].width
@@ -255,7 +266,10 @@ class ServerShard:
         found: dict[str, Any] = {}
         for tensor, start, stop in self.layout.pieces[self.server]:
             key, pushed, kind = self._keys[tensor], named[tensor], self.layout.tensors[tensor]
-            if tensor not in self._by_rows or any(part.rows is None for _, part, _ in pushed):
+            if tensor in self.open:
+                if pushed:
+                    found[key] = self._pushed_keys(self.open[tensor], pushed)
+            elif tensor not in self._by_rows or any(part.rows is None for _, part, _ in pushed):
                 found[key] = self._dense(tensor, stop - start, pushed)
             elif pushed:
                 rows = [
@@ -264,6 +278,12 @@ class ServerShard:
                 ]
                 found[key] = merge_rows(rows, kind.dtype)
         return found
+
+    def _pushed_keys(self, table: OpenTable, pushed) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sum of all pushes of an open table, as rows of the parameter."""
+        parts = [(share, part.rows, v.reshape(-1, table.width)) for share, part, v in pushed]
+        keys, total = merge_rows(parts, table.kind.dtype)
+        return table.pushed(keys, total, [part.rows for _, part, _ in pushed], self.clock)
 
     def _dense(self, tensor: int, size: int, named) -> np.ndarray:
         """Return the sum of all pushes of one tensor, with zeros in the rows that none names."""
@@ -283,6 +303,7 @@ class ServerShard:
 
     def export(self) -> dict:
         """Return parameters and optimizer state as pieces of named tensors, without copying."""
+        tables = {table.name: table for table in self.open.values()}
         pieces = {
             self._keys[t]: (self.layout.tensors[t].name, self._saved_as(t, start))
             for t, start, _ in self.layout.pieces[self.server]
@@ -290,6 +311,8 @@ class ServerShard:
 
         def entry(key: str, array: np.ndarray) -> tuple:
             name, where = pieces[key]
+            if key in tables:
+                return tables[key].saved(array)
             return name, where, array if np.ndim(where) == 0 else array.reshape(len(where), -1)
 
         optimizer: dict = {}
@@ -299,11 +322,13 @@ class ServerShard:
                 optimizer.setdefault("/".join(path[:-1]), []).append(entry(path[-1], leaf))
             else:
                 scalars["/".join(path)] = leaf
+        counts = [table.saved_counts(self.clock) for table in tables.values()]
         return {
             "parameters": [entry(key, array) for key, array in self.parameters.items()],
             "optimizer": optimizer,
             "scalars": scalars,
             "version": self.version,
+            **({"counts": counts} if counts else {}),
         }
 
     def _saved_as(self, tensor: int, start: int):
@@ -319,9 +344,13 @@ class ServerShard:
         ConfigError
             `saved` lacks elements of a tensor, or a scalar, that this server holds.
         """
-        mine = self.export()
-        fill_pieces(mine["parameters"], saved["parameters"], "parameters")
+        for table in self.open.values():
+            table.load(saved, self.clock)
+        mine, keyed = self.export(), {table.name for table in self.open.values()}
+        found = [triple for triple in mine["parameters"] if triple[0] not in keyed]
+        fill_pieces(found, saved["parameters"], "parameters")
         for slot, triples in mine["optimizer"].items():
+            triples = [triple for triple in triples if triple[0] not in keyed]
             fill_pieces(triples, saved["optimizer"].get(slot, ()), f"optimizer state {slot!r}")
         for name, leaf in mine["scalars"].items():
             if name not in saved["scalars"]:

@@ -2,6 +2,7 @@
 
 PYTHONPATH=tests python -m benchmarks.row_tables optimizers
 PYTHONPATH=tests mpirun -n 2 python -m benchmarks.row_tables servers
+PYTHONPATH=tests mpirun -n 2 python -m benchmarks.row_tables keys
 PYTHONPATH=tests python -m benchmarks.row_tables spread
 """
 
@@ -85,6 +86,55 @@ def servers(times: int = 200) -> None:
         print(f"{f'{policy}, {rows:,} rows':24}{next(medians):12.3f}{next(medians):20.3f}")
 
 
+def keys(times: int = 300) -> None:
+    """Print what an open table costs: making 1 Mi rows, and steps with 256 of its keys.
+
+    A table of so many rows, and an open one of few keys, take turns with it.
+    """
+    comm, rng = MPI.COMM_WORLD, np.random.default_rng(0)
+    cases = {
+        "open": (((None, WIDTH), "f4", "normal"), "open", rng.integers(-(1 << 63), 1 << 63, ROWS)),
+        "open, few": (((None, WIDTH), "f4", "normal"), "open", rng.integers(0, 1 << 63, FEW)),
+        "lazy": (((ROWS, WIDTH), "f4", "normal"), "lazy", np.arange(ROWS)),
+    }
+    with md.ServerGroup(comm, servers=1) as group:
+        clients = {
+            name: group.add(
+                name, {"w": spec}, optimizer=optim.adam(0.01), consistency=md.ASP(), rows=rows
+            )
+            for name, (spec, rows, _) in cases.items()
+        }
+        if group.is_server:
+            return
+        for name in ("open", "open, few"):
+            start, ids = time.perf_counter(), cases[name][2]
+            for at in range(0, len(ids), 4096):
+                some = ids[at : at + 4096]
+                gradient = {"w": (some, np.ones((len(some), WIDTH), np.float32))}
+                clients[name].push_pull(gradient, what={"w": some[:1]})
+            print(f"{name}: {len(ids):,} keys made in {time.perf_counter() - start:.2f} s")
+        seconds: dict[tuple, list[float]] = {(name, new): [] for name in cases for new in (0, 1)}
+        for step in range(times):
+            for name, client in clients.items():
+                ids = cases[name][2]
+                for new in (0, 1) if step % 10 == 0 and name == "open" else (0,):
+                    here, after = (
+                        ids[np.unique(rng.integers(0, len(ids), SOME))] for _ in range(2)
+                    )
+                    here = rng.integers(-(1 << 63), 1 << 63, SOME) if new else here
+                    gradient = {"w": (here, np.ones((len(here), WIDTH), np.float32))}
+                    start = time.perf_counter()
+                    client.push_pull(gradient, what={"w": after})
+                    seconds[name, new].append(time.perf_counter() - start)
+    for (name, new), found in seconds.items():
+        if found:
+            text = f"{name}, {'new' if new else 'known'} keys"
+            print(f"{text:24}{1e3 * float(np.median(found[2:])):12.3f} ms per push_pull")
+    for one in group.report()["ranks"]:
+        if one["server"] is not None:
+            print(one["server"]["models"]["open"]["tables"]["w"])
+
+
 def spread() -> None:
     """Print the rows of the busiest of 4 servers over the mean, for ids drawn by Zipf's law."""
     rng = np.random.default_rng(0)
@@ -105,7 +155,7 @@ def spread() -> None:
 def main() -> None:
     """Run the measurement that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["optimizers", "servers", "spread"])
+    parser.add_argument("what", choices=["optimizers", "servers", "keys", "cache", "spread"])
     globals()[parser.parse_args().what]()
 
 

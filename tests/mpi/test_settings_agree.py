@@ -46,7 +46,11 @@ ADD = {
     "nonfinite": [("keep", BAD, "nonfinite is 'keep'"), ("drop", OTHER, "nonfinite")],
     "seed": [("x", BAD, "seed='x'"), (10**5000, BAD, "seed="), (1, OTHER, "seed")],
     "global_batch": [(0, BAD, "global_batch is 0"), (64, OTHER, "global_batch")],
-    "rows": [("open", BAD, "rows of 'x' is 'open'"), ("lazy", OTHER, "rows")],
+    "rows": [
+        ("opne", BAD, "rows of 'x' is 'opne'"),
+        ("open", BAD, "shape (6,) and rows open"),
+        ("lazy", OTHER, "rows"),
+    ],
     "spread": [("cols", BAD, "spread of 'x' is 'cols'"), ("rows", OTHER, "spread")],
 }
 #: of md.parameter_server: those of the group and of add, under its own names

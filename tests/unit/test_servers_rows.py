@@ -113,7 +113,7 @@ def test_whole_and_rows_together_are_dense():
     [
         (
             {"rows": "lasy"},
-            "rows of 'e' is 'lasy', expected 'dense' or 'lazy'; did you mean 'lazy'",
+            "rows of 'e' is 'lasy', expected 'dense' or 'lazy' or 'open'; did you mean 'lazy'",
         ),
         ({"rows": 1}, "rows of 'e' is 1, expected"),
         ({"rows": {"f": "lazy"}}, "rows names 'f', which is no tensor"),
@@ -227,7 +227,7 @@ def test_saved_rows_fill_other_servers(before, after, spreads):
 
 
 def test_an_optimizer_without_rows():
-    policies = row_policies("m", {"e": 0, "b": 0}, {"e": "lazy"}, "ranges")
+    policies = row_policies("m", {"e": (3, 2), "b": (3,)}, {"e": "lazy"}, "ranges")
     assert policies == {"e": RowPolicy("lazy"), "b": RowPolicy()}
     own = type("Own", (), {"elementwise": True})()
     with pytest.raises(ConfigError, match="'lazy', and optimizer Own updates whole arrays only"):

@@ -143,6 +143,12 @@ def _describe(members: Members, given: Asked | None) -> dict[str, Any]:
             "the servers of an elastic run divide the model themselves, after a death; call "
             "repartition in a run without elastic="
         )
+    for name, layout in members.layouts.items():
+        if any(tensor.open is not None for tensor in layout.tensors):
+            raise ConfigError(
+                f"model {name!r} has an open table, whose rows stay on their servers; save it, and "
+                "restore it into a group with other servers"
+            )
     asked = None
     if given is not None:
         weights = None if given.weights is None else _checked_weights(given.weights)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...tensors import dtype_of
+from ..rows.open_rows import OpenRows
 from .dealt_rows import Turns, first_rows, turns_of
 
 #: A tensor larger than this fraction of a server's mean share is large, and may be cut.
@@ -37,17 +38,23 @@ class Piece(NamedTuple):
 
 
 class RowPolicy(NamedTuple):
-    """How a table is updated and divided, see `rows.row_policies`."""
+    """How a table is updated and divided, see `rows.row_policies`.
+
+    `open` has the arguments of `OpenRows` of a table with `rows` "open".
+    """
 
     rows: str = "dense"
     spread: str = "ranges"
+    open: Sequence | None = None
 
 
 class Tensor(NamedTuple):
     """The name, shape and dtype of one tensor, and whether the tensor is cut only between rows.
 
     `lazy`: an update moves only the rows that a push names. `dealt`: the turns in which rows are
-    dealt to the servers, see `dealt_rows`; empty if each server has consecutive rows.
+    dealt to the servers, see `dealt_rows`; empty if each server has consecutive rows. `open`: the
+    policy of a table whose rows are made when they are needed; its shape then begins with 0, and
+    its piece on server k is ``Piece(tensor, k, k)``.
     """
 
     name: str
@@ -56,6 +63,7 @@ class Tensor(NamedTuple):
     by_rows: bool = True
     lazy: bool = False
     dealt: Turns = ()
+    open: OpenRows | None = None
 
     @property
     def size(self) -> int:
@@ -136,10 +144,11 @@ def place_tensors(
     plain = [
         Tensor(
             name,
-            tuple(map(int, specs[name][0])),
+            tuple(0 if n is None else int(n) for n in specs[name][0]),
             dtype_of(specs[name][1]),
-            lazy=chosen[name].rows == "lazy",
-            dealt=turns if chosen[name].spread == "rows" and len(specs[name][0]) else (),
+            lazy=chosen[name].rows != "dense",
+            dealt=turns if _is_dealt(chosen[name], specs[name][0]) else (),
+            open=_open(chosen[name]),
         )
         for name in sorted(specs)
     ]
@@ -149,12 +158,15 @@ def place_tensors(
     loads = [0.0] * len(shares)
     pieces: list[list[Piece]] = [[] for _ in shares]
     for i, tensor in enumerate(tensors):
-        if tensor.dealt:
+        if tensor.open is not None:
+            for server, held in enumerate(pieces):
+                held.append(Piece(i, server, server))
+        elif tensor.dealt:
             starts = [row * tensor.width for row in first_rows(tensor.shape[0], tensor.dealt)]
             for server, (start, stop) in enumerate(pairwise(starts)):
                 loads[server] += (stop - start) * tensor.dtype.itemsize
                 pieces[server] += [Piece(i, start, stop)] if start < stop else []
-    others = [(i, t) for i, t in enumerate(tensors) if not t.dealt]
+    others = [(i, t) for i, t in enumerate(tensors) if not (t.dealt or t.open)]
     small = [(i, t) for i, t in others if t.nbytes <= LARGE * mean and t.size]
     for i, tensor in sorted(small, key=lambda each: -each[1].nbytes):
         filled = [
@@ -170,9 +182,17 @@ def place_tensors(
     return ServerLayout(tensors, tuple(tuple(sorted(p)) for p in pieces), tuple(shares))
 
 
+def _is_dealt(policy: RowPolicy, shape: Sequence) -> bool:
+    return policy.spread == "rows" and len(shape) > 0 and policy.open is None
+
+
+def _open(policy: RowPolicy) -> OpenRows | None:
+    return None if policy.open is None else OpenRows(*policy.open)
+
+
 def _cut_by_rows(tensor: Tensor, servers: int, mean: float) -> bool:
     """Whether to cut a tensor only between rows; false if rows are too big to balance servers."""
-    if tensor.dealt:
+    if tensor.dealt or tensor.open is not None:
         return True
     small_rows = tensor.width * tensor.dtype.itemsize <= LARGE * mean
     return len(tensor.shape) < 2 or (tensor.shape[0] > servers and small_rows)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...errors import ProtocolError
+from ..rows.key_values import owners
 from .placement import Piece, ServerLayout
 
 _ALIGN = 8
@@ -71,6 +72,8 @@ def route(
 
 def owned(layout: ServerLayout, piece: Piece, rows: np.ndarray) -> np.ndarray:
     """Return a boolean array that says which of `rows` lie in `piece`."""
+    if layout.tensors[piece.tensor].open is not None:
+        return owners(rows, layout.shares) == piece.start
     width = max(1, layout.tensors[piece.tensor].width)
     return (rows >= piece.start // width) & (rows < piece.stop // width)
 
@@ -113,7 +116,8 @@ def decode_parts(words: np.ndarray, layout: ServerLayout, server: int) -> list[S
     while at < len(words):
         tensor, count = words[at : at + 2].tolist() if at + 2 <= len(words) else (-1, 0)
         rows = None if count == -1 else words[at + 2 : at + 2 + count].copy()
-        if tensor not in here or count < -1 or (rows is not None and len(rows) != count):
+        whole = rows is None and tensor in here and layout.tensors[tensor].open is not None
+        if tensor not in here or count < -1 or whole or (rows is not None and len(rows) != count):
             raise ProtocolError(f"parameter server {server}: selection asks for tensor {tensor}")
         if rows is not None and not owned(layout, here[tensor], rows).all():
             raise ProtocolError(f"parameter server {server}: selection asks for rows not held here")

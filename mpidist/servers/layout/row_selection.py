@@ -42,6 +42,8 @@ class Selection:
                 f"{rows.shape} for a tensor of shape {tensor.shape}"
             )
         rows = rows.astype(np.int64, copy=False)
+        if tensor.open is not None:
+            return rows  # any 64 bits are a key
         if rows.size and not 0 <= rows.min() <= rows.max() < tensor.shape[0]:
             raise ConfigError(
                 f"rows of {name!r}: {rows.min()} ... {rows.max()} are outside "
@@ -70,8 +72,18 @@ class Selection:
             wanted = dict.fromkeys(self.tensor(name).name for name in names)
         return wanted, {name: self._receiver(name, wanted[name], out) for name in wanted}
 
-    def _receiver(self, name: str, rows, out: Mapping | None):
+    def _checked_open(self, call: str, name: str, rows) -> Tensor:
+        """Return the tensor called `name`; raise ConfigError for the whole of an open table."""
         tensor = self.tensor(name)
+        if rows is None and tensor.open is not None:
+            form = "what={%r: keys}" if call == "pull" else "{%r: (keys, values)}"
+            raise ConfigError(
+                f"{call} {name!r}: a table of open rows has no whole; give keys, as {form % name}"
+            )
+        return tensor
+
+    def _receiver(self, name: str, rows, out: Mapping | None):
+        tensor = self._checked_open("pull", name, rows)
         shape = _shape(tensor, rows)
         given = None if out is None else out.get(name)
         if given is None:
@@ -140,6 +152,7 @@ class Selection:
             if len(gradient) != 2:
                 raise ConfigError(f"push {name!r}: gradients: expected (rows, values)")
             rows, gradient = self.rows(name, gradient[0]), gradient[1]
+        self._checked_open("push", name, rows)
         gradient = checked_array(f"push {name!r}: gradients", gradient)
         if is_device(gradient):
             staged = host_empty(gradient.size, gradient.dtype, like=gradient)

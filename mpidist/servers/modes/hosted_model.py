@@ -13,6 +13,7 @@ from ..consistency import Apply, Drop
 from ..layout.placement import ServerLayout
 from ..layout.routing import ShardPart, WholeShard
 from ..model_facts import Request
+from ..rows.unused_rows import table_facts
 from ..shards import ServerShard
 from ..wire.due_actions import DueActions
 from ..wire.wire_pieces import PIECE_BYTES
@@ -85,7 +86,7 @@ class Hosted:
 
         `ranks` are the ranks of the workers.
         """
-        version = self.shard.version
+        version, self.shard.clock = self.shard.version, action.clock
         if (made := self.due.ended()) is not None:  # the update is made already, piece by piece
             version -= made.updates
         else:
@@ -167,4 +168,5 @@ class Hosted:
             "clocks": self.gate.clocks,
             "gaps": dict(self.gate.gaps),
             **self.record.facts(),
+            **({"tables": tables} if (tables := table_facts(self.shard)) else {}),
         }

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from ...errors import ConfigError, nearest, shown
 from ..layout.placement import RowPolicy
+from .open_rows import OpenRows
 
 #: "dense": an update moves all rows, as by a gradient of zeros in those that no push names. "lazy":
-#: it moves only the rows that a push names.
-ROWS = ("dense", "lazy")
+#: it moves only the rows that a push names. "open": see `OpenRows`.
+ROWS = ("dense", "lazy", "open")
 
 #: "ranges": a server holds consecutive rows. "rows": rows are dealt to the servers in turn.
 SPREADS = ("ranges", "rows")
 
 
-def row_policies(model: str, names: Collection[str], rows, spread) -> dict[str, RowPolicy]:
+def row_policies(model: str, shapes: Mapping[str, tuple], rows, spread) -> dict[str, RowPolicy]:
     """Return the policy of each tensor of a model.
 
-    `rows` and `spread` are a policy for all tensors, or a mapping of names to policies.
+    `shapes` has the shape of each tensor, which is ``(None, ...)`` for an open table. `rows` and
+    `spread` are a policy for all tensors, or a mapping of names to policies.
     """
-    found = {}
+    found, names = {}, shapes.keys()
     for argument, given, known in (("rows", rows, ROWS), ("spread", spread, SPREADS)):
         each = dict(given) if isinstance(given, Mapping) else dict.fromkeys(names, given)
         for name, policy in each.items():
@@ -29,6 +31,8 @@ def row_policies(model: str, names: Collection[str], rows, spread) -> dict[str, 
                 raise ConfigError(
                     f"model {model!r}: {argument} names {shown(name)}, which is no tensor{close}"
                 )
+            if argument == "rows" and isinstance(policy, OpenRows):
+                continue
             if not isinstance(policy, str) or policy not in known:
                 close = nearest(policy, known) if isinstance(policy, str) else ""
                 raise ConfigError(
@@ -36,7 +40,28 @@ def row_policies(model: str, names: Collection[str], rows, spread) -> dict[str, 
                     f"{' or '.join(map(repr, known))}{close}"
                 )
         found[argument] = {name: each.get(name, known[0]) for name in names}
-    return {name: RowPolicy(found["rows"][name], found["spread"][name]) for name in names}
+    for name, shape in shapes.items():
+        _check_open(model, name, shape, found["rows"][name])
+    return {name: _policy(found["rows"][name], found["spread"][name]) for name in names}
+
+
+def _policy(rows, spread: str) -> RowPolicy:
+    if rows == "open":
+        rows = OpenRows()
+    if isinstance(rows, OpenRows):
+        return RowPolicy("open", spread, [rows.max_rows, rows.min_count])
+    return RowPolicy(rows, spread)
+
+
+def _check_open(model: str, name: str, shape: tuple, rows) -> None:
+    """Raise ConfigError if a table has no number of rows and is not open, or the reverse."""
+    is_open = rows == "open" or isinstance(rows, OpenRows)
+    if is_open != (shape[:1] == (None,)):
+        given = "open" if is_open else repr(rows)
+        hint = "an open table is ((None, ...), dtype, init)" if is_open else (
+            f"give the number of rows, or rows={{{name!r}: 'open'}} for rows with 64-bit keys"
+        )  # fmt: skip
+        raise ConfigError(f"model {model!r}: {name!r} has shape {shape} and rows {given}; {hint}")
 
 
 def check_row_optimizer(model: str, policies: Mapping[str, RowPolicy], optimizer) -> None:
@@ -47,4 +72,24 @@ def check_row_optimizer(model: str, policies: Mapping[str, RowPolicy], optimizer
         raise ConfigError(
             f"model {model!r}: rows of {lazy[0]!r} is {policies[lazy[0]].rows!r}, and optimizer "
             f"{kind} updates whole arrays only; give rows='dense', or an optimizer of mpidist.optim"
+        )
+
+
+def check_open_tables(asked, policies: Mapping[str, RowPolicy]) -> None:
+    """Raise ConfigError if a model has open tables, and its other arguments do not suit them."""
+    tables = [name for name, policy in policies.items() if policy.rows == "open"]
+    if tables and asked.stale.compensates:
+        raise ConfigError(
+            f"model {asked.name!r}: {tables[0]!r} has open rows, of which servers keep no copies "
+            f"for stale={asked.stale}; give KeepStale, DropStale or ScaleStale"
+        )
+
+
+def check_open_group(model: str, policies: Mapping[str, RowPolicy], elastic: bool) -> None:
+    """Raise ConfigError if a group with votes or copies gets a model with open tables."""
+    tables = [name for name, policy in policies.items() if policy.rows == "open"]
+    if tables and elastic:
+        raise ConfigError(
+            f"model {model!r}: {tables[0]!r} has open rows, which servers of elastic runs cannot "
+            "hold; give the number of rows, or let `mpidist launch` restart the job"
         )

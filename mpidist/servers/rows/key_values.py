@@ -1,0 +1,51 @@
+"""Which server has a key of an open table, and the initial values of its row; uses no MPI.
+
+Both follow from hashes of the key, so any rank can compute them for any key at any time. A row thus
+has the same initial values on any number of servers, whenever it is made, and before it is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from .key_slots import mixed
+
+_STEP = 0x9E3779B97F4A7C15  # apart by odd multiples, the words of a row have different hashes
+
+
+def owners(keys: np.ndarray, shares: Sequence[float]) -> np.ndarray:
+    """Return the number of the server of each key; `shares` has the fractions of the servers."""
+    ends = np.cumsum(shares)[:-1] * 2.0**32
+    # The upper bits: the hash tables of the servers use the lower ones.
+    return np.searchsorted(ends, mixed(keys) >> np.uint64(32), side="right")
+
+
+def initial_rows(
+    keys: np.ndarray, width: int, dtype: np.dtype, name: str, init: tuple[str, float], seed: int
+) -> np.ndarray:
+    """Return the initial values of the rows of `keys` in the table `name`, one row per key.
+
+    A normal value comes from two hashes, by the method of Box and Muller.
+    """
+    kind, scale = init
+    if kind in ("zeros", "constant"):
+        return np.full((len(keys), width), scale, dtype)
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    salt = np.frombuffer(digest, np.uint64)
+    steps = np.arange(1, width + 1, dtype=np.uint64) * np.uint64(_STEP)
+    words = mixed((mixed(keys) ^ salt)[:, None] + steps)
+    if kind == "uniform":
+        return ((2 * _fractions(words) - 1) * scale).astype(dtype)
+    angle, length = (
+        _fractions(mixed(words)),
+        1 - _fractions(words),
+    )  # a length of 0 has no logarithm
+    return (np.sqrt(-2 * np.log(length)) * np.cos(2 * np.pi * angle) * scale).astype(dtype)
+
+
+def _fractions(words: np.ndarray) -> np.ndarray:
+    """Return a number in [0, 1) for each 64-bit word."""
+    return (words >> np.uint64(11)) * 2.0**-53
