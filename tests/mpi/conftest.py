@@ -1,9 +1,10 @@
 """Run tests at many numbers of ranks in one launch: ``mpiexec -n 9 python -m pytest tests/mpi``.
 
-``@pytest.mark.ranks(1, 2, 3)`` runs a test once for each size; its fixture ``comm`` is a split of
-the world to the first n ranks. Ranks that are not in ``comm`` wait. A failure on any rank fails the
-test on all ranks; rank 0 reports it once, and names the rank. If a test hangs, each rank prints its
-stack, and the whole job ends.
+``@pytest.mark.ranks(1, 2, 3)`` runs a test once for each size; its fixture ``comm`` is a
+communicator of the first n ranks of the world. The other ranks pass over the test, and sleep until
+a test needs them. A failure on any rank fails the test on all its ranks; rank 0, which is in each
+test, reports it once, and names the rank. If a test hangs, each of its ranks prints its stack, and
+the whole job ends.
 """
 
 import faulthandler
@@ -35,10 +36,19 @@ polling.PATIENCE = 0.05
 #: What cannot be sent any more is given up sooner, too.
 executor.GRACE = native.GRACE = 0.3
 HANG_SECONDS = float(os.environ.get("MPIDIST_TEST_HANG", "180"))
+#: For what ranks tell each other about the tests: no test sees it.
+CONTROL = WORLD.Dup()
+#: By size, the first ranks of the world; None on a rank that is not among them.
+FIRST = {
+    n: CONTROL.Split(0) if WORLD.rank < n else CONTROL.Split(MPI.UNDEFINED) and None
+    for n in range(1, WORLD.size + 1)
+}
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
+    # It would start and stop a clock for each test, which is two threads, and stop ours.
+    config.pluginmanager.unregister(name="faulthandler")
     if WORLD.rank:
         # One report is enough. Stacks of a hang still come from every rank: they go to stderr.
         reporter = config.pluginmanager.get_plugin("terminalreporter")
@@ -52,14 +62,59 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("comm", sizes, indirect=True, ids=lambda n: f"n{n}")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Leave out what this rank has no part in; a skip is rank 0's, and what needs no ranks."""
+
+    def ranks(item):
+        size = item.callspec.params.get("comm", 1) if hasattr(item, "callspec") else 1
+        return size if size in FIRST else 1
+
+    items[:] = [item for item in items if WORLD.rank < ranks(item)]
+
+
+_watched = -HANG_SECONDS
+
+
+def watch():
+    """Let a rank that does not come here again for HANG_SECONDS print its stack and end the job."""
+    global _watched
+    # Seldom, for each time starts a thread and waits for the end of another.
+    if time.monotonic() - _watched > HANG_SECONDS / 10:
+        _watched = time.monotonic()
+        faulthandler.dump_traceback_later(HANG_SECONDS, exit=True, file=STDERR)
+
+
+def sleep_until(test, look=lambda: None):
+    """Look for something without taking a core: a rank outside a test waits as long as it runs."""
+    pause = 0.0002
+    while not test():
+        look()
+        time.sleep(pause)
+        pause = min(1.1 * pause, 0.004)
+
+
+def ended():
+    """Whether rank 0 will begin no other test: there was one failure with ``-x``, or Ctrl-C."""
+    return CONTROL.Iprobe(source=0)
+
+
 @pytest.fixture
 def comm(request):
     size = request.param
-    if size > WORLD.size:
+    if size not in FIRST:
         pytest.skip(f"needs {size} ranks, launched with {WORLD.size}")
-    comm = WORLD.Split(0 if WORLD.rank < size else MPI.UNDEFINED)
+
+    def look():
+        watch()
+        if WORLD.rank and ended():
+            pytest.exit("rank 0 has ended the tests", 1)
+
+    request.node.first = first = FIRST[size]
+    sleep_until(first.Ibarrier().Test, look)
+    comm = first.Dup()
     yield comm
-    if comm != MPI.COMM_NULL and not getattr(request.node, "mpi_failed", False):
+    if not getattr(request.node, "mpi_failed", False):
         from mpidist.runtime.context import free
 
         free(comm)
@@ -69,9 +124,6 @@ def comm(request):
 @pytest.fixture
 def own(comm):
     """A communicator that a test may break."""
-    if comm == MPI.COMM_NULL:
-        yield None
-        return
     made = comm.Dup()
     yield made
     md.free(made)
@@ -81,9 +133,6 @@ def own(comm):
 @pytest.fixture
 def folder(comm):
     """A folder that all ranks see, made and removed by rank 0."""
-    if comm == MPI.COMM_NULL:
-        yield None
-        return
     made = tempfile.mkdtemp(prefix="mpidist-test-") if comm.rank == 0 else None
     made = comm.bcast(made)
     yield Path(made)
@@ -95,8 +144,6 @@ def folder(comm):
 @pytest.fixture
 def place(comm, folder):
     """A `tiers.Place` whose store holds step 1, left by a job that did not end well."""
-    if not comm:
-        return None
     place = tiers.Place(comm, folder)
     store = place.store()
     store.save(1, tiers.state_of(comm, 1))
@@ -140,38 +187,36 @@ def brief_measuring(request, monkeypatch):
             monkeypatch.setattr(selection, name, least)
 
 
-def wait_asleep(failure):
-    """Wait for all ranks without a core: those outside a test wait as long as it runs.
+def show(failure):
+    """Return a function that shows a failure when others have waited for this rank for long."""
+    late = time.monotonic() + HANG_SECONDS / 2
 
-    A rank that failed while others still wait for it shows its traceback before the job is ended.
-    """
-    request, shown = WORLD.Ibarrier(), time.monotonic() + HANG_SECONDS / 2
-    while not request.Test():
-        time.sleep(0.001)
-        if failure and time.monotonic() > shown:
+    def look():
+        nonlocal late
+        if failure and time.monotonic() > late:
+            late = float("inf")
             STDERR.write(f"rank {WORLD.rank} failed, the others still run:\n{failure[1]}\n")
             STDERR.flush()
-            failure = None
+
+    return look
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    comm = pyfuncitem.funcargs.get("comm")
-    if comm is None:
+    if "comm" not in pyfuncitem.funcargs:
         return None
     names = pyfuncitem._fixtureinfo.argnames
     mine = None
-    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True, file=STDERR)
+    watch()
     try:
-        if comm != MPI.COMM_NULL:
-            pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+        pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
     except pytest.skip.Exception as skip:
         mine = ("skip", str(skip))
     except BaseException:
         mine = ("fail", traceback.format_exc())
-    wait_asleep(mine)
-    everyone = WORLD.allgather(mine)
-    faulthandler.cancel_dump_traceback_later()
+    # A rank that failed tells why before the job is ended, if others wait for it for ever.
+    sleep_until(pyfuncitem.first.Ibarrier().Test, show(mine))
+    everyone = pyfuncitem.first.allgather(mine)
     failures = {
         r: text for r, (kind, text) in enumerate(e or ("", "") for e in everyone) if kind == "fail"
     }
@@ -189,9 +234,20 @@ def pytest_pyfunc_call(pyfuncitem):
 _status = 0
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session, exitstatus):
+    """All ranks end with one status; those that have no part in the last tests wait for its end."""
     global _status
-    _status = int(exitstatus)
+    faulthandler.cancel_dump_traceback_later()
+    if WORLD.rank == 0:
+        for rank in range(1, WORLD.size):
+            CONTROL.send(None, rank)
+    else:
+        sleep_until(ended)
+        CONTROL.recv(source=0)
+    # Other ranks may have found no test for themselves.
+    mine = 0 if WORLD.rank and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED else exitstatus
+    session.exitstatus = _status = CONTROL.allreduce(int(mine), MPI.MAX)
 
 
 @pytest.hookimpl(trylast=True)

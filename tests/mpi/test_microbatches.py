@@ -14,12 +14,6 @@ from mpidist.partition import BlockPartition
 from mpidist.training.exchanges.evaluation import parameters_digest
 
 
-@pytest.fixture
-def folder(comm, tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("run")) if MPI.COMM_WORLD.rank == 0 else None
-    return MPI.COMM_WORLD.bcast(path)
-
-
 def tree(vectors):
     """The sum in the order that is promised, by its definition."""
     if len(vectors) == 1:

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 from test_train import close, fit, serial
 
 import mpidist as md
@@ -10,12 +9,6 @@ from mpidist.errors import ConfigError, MismatchError
 
 SHARES = {0: 1, 1: 1, 2: 0, 3: 6}
 SGD = md.optim.sgd(1.0)
-
-
-@pytest.fixture
-def folder(comm, tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("run")) if MPI.COMM_WORLD.rank == 0 else None
-    return MPI.COMM_WORLD.bcast(path)
 
 
 @pytest.mark.ranks(4)

@@ -105,14 +105,6 @@ def test_asynchronous_servers_learn(comm):
             close(parameters, serial(optim.sgd(0.1), 6, 25), 1e-4)
 
 
-@pytest.fixture
-def folder(comm, tmp_path_factory):
-    from mpi4py import MPI
-
-    path = str(tmp_path_factory.mktemp("run")) if MPI.COMM_WORLD.rank == 0 else None
-    return MPI.COMM_WORLD.bcast(path)
-
-
 STRATEGIES = [
     md.AllReduce(),
     md.ParameterServer(1),

@@ -4,7 +4,6 @@ import time
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 import mpidist as md
 from mpidist import models, optim
@@ -16,12 +15,6 @@ RNG = np.random.default_rng(5)
 TRUTH = RNG.standard_normal((12, 3))
 INPUTS = RNG.standard_normal((240, 12)).astype("f4")
 DATA = INPUTS, (INPUTS @ TRUTH).argmax(1)
-
-
-@pytest.fixture
-def folder(comm, tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("run")) if MPI.COMM_WORLD.rank == 0 else None
-    return MPI.COMM_WORLD.bcast(path)
 
 
 def fit(comm, spare=1, servers=1, placement="dedicated", slow=None, **settings):

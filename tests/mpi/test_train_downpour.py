@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 from test_train import TRAIN, close, fit
 
 import mpidist as md
@@ -52,12 +51,6 @@ def downpour(optimizer, push_every, pull_every, batch=20, flush_at=()):
             step = 0
     push()
     return server
-
-
-@pytest.fixture
-def folder(comm, tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("run")) if MPI.COMM_WORLD.rank == 0 else None
-    return MPI.COMM_WORLD.bcast(path)
 
 
 @pytest.mark.ranks(2)

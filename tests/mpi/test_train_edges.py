@@ -6,7 +6,6 @@ import time
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 from test_train import TEST, TRAIN, fit
 
 import mpidist as md
@@ -15,12 +14,6 @@ from mpidist.checkpoint.interval import FIRST
 from mpidist.errors import ConfigError
 from mpidist.gradients.flat_views import flat_views
 from mpidist.training.exchanges.evaluation import parameters_digest
-
-
-@pytest.fixture
-def folder(comm, tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("run")) if MPI.COMM_WORLD.rank == 0 else None
-    return MPI.COMM_WORLD.bcast(path)
 
 
 @pytest.mark.ranks(2)
