@@ -90,7 +90,7 @@ fuzz: $(VENV)/.test
 	$(EXEC) 5 $(BIN)/python tests/mpi/fuzz.py 5000
 
 test-launch: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/launch $(PYTEST_ARGS) $(AGAIN)
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile tests/launch $(PYTEST_ARGS) $(AGAIN)
 
 # First what measures a network and the loss of a node: beside the unit tests, which give way.
 test-cluster: $(VENV)/.test

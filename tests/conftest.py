@@ -36,8 +36,8 @@ os.environ["MPIDIST_SELECTION_CACHE"] = "0"
 # What `mpidist launch --elastic` has tried is kept between runs, but not in the home of the user.
 os.environ.setdefault("XDG_CACHE_HOME", str(Path(__file__).parents[1] / ".pytest_cache"))
 
-# Open MPI's libfabric transport sleeps for a second when it is not wanted, which is in each MPI_Init
-# on one machine.
+# Open MPI's transport over libfabric sleeps for a second where it is not wanted, that is, in each
+# MPI_Init on one machine.
 os.environ.setdefault("OMPI_MCA_btl", "^ofi")
 
 # Without byte code each of the thousand processes that are started here would compile everything
