@@ -25,7 +25,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # Else every rank compiles every module at every start, and writes its lines in pieces.
 unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 
-.PHONY: help run test test-beside test-unit test-mpi test-launch test-cluster test-slurm test-net test-gpu \
+.PHONY: help run test test-unit test-mpi test-launch test-cluster test-slurm test-net test-gpu \
         test-floor test-hdf5 fuzz lint bench bench-simulate bench-net bench-relaunch bench-elastic bench-counters bench-staleness bench-rows bench-pipeline comparison soak soak-threads \
         soak-recovery soak-elastic soak-links soak-histories soak-readers docs clean size
 
@@ -61,16 +61,12 @@ run: $(VENV)/.run
 	$(EXEC) 4 $(BIN)/mpidist train jobs/digits.toml --set stop_after=1120
 	$(EXEC) 3 $(BIN)/mpidist train jobs/digits.toml --resume
 
-# The cluster waits half of its time, and lasts as long as two other parts: first the unit tests take
-# what it leaves of the cores, then the launches, which wait half of their time too. The ranks of
-# tests/mpi share a core with nothing else, or each deadline would be a matter of luck.
+# The cluster waits half of its time. Beside it are the unit tests, which take what it leaves of the
+# cores, and then the launches, which wait half of their time too. The ranks of tests/mpi share a
+# core with nothing else, or each deadline would be a matter of luck.
 test: $(VENV)/.test
-	$(MAKE) -j 2 --output-sync=target test-cluster test-beside
+	$(MAKE) -j 2 --output-sync=target test-cluster test-unit test-launch
 	$(MAKE) test-mpi
-
-test-beside:
-	$(MAKE) test-unit
-	$(MAKE) test-launch
 
 test-unit: $(VENV)/.test
 	nice -n 19 $(BIN)/python -m pytest -q -n 2 tests/unit $(PYTEST_ARGS)

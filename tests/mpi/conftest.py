@@ -38,11 +38,8 @@ executor.GRACE = native.GRACE = 0.3
 HANG_SECONDS = float(os.environ.get("MPIDIST_TEST_HANG", "180"))
 #: For what ranks tell each other about the tests: no test sees it.
 CONTROL = WORLD.Dup()
-#: By size, the first ranks of the world; None on a rank that is not among them.
-FIRST = {
-    n: CONTROL.Split(0) if WORLD.rank < n else CONTROL.Split(MPI.UNDEFINED) and None
-    for n in range(1, WORLD.size + 1)
-}
+#: By size, the first ranks of the world; MPI.COMM_NULL on a rank that is not among them.
+FIRST = {n: CONTROL.Split(0 if WORLD.rank < n else MPI.UNDEFINED) for n in range(1, WORLD.size + 1)}
 
 
 @pytest.hookimpl(trylast=True)
