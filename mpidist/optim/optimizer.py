@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 
 import numpy as np
 
@@ -78,6 +79,13 @@ class Optimizer:
         given = ", ".join(f"{key}={shown(value)}" for key, value in self.settings.items())
         whole = "" if self.elementwise else "; not elementwise"
         return f"<Optimizer {self.name}: {given}{whole}>"
+
+    def like(self, name: str, settings: Mapping) -> Optimizer:
+        """Return another optimizer by its name and settings, see `from_settings`.
+
+        So a parameter server, which knows one optimizer, makes those that workers change to.
+        """
+        return import_module(__package__).from_settings(name, settings)
 
 
 def elementwise(

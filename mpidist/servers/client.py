@@ -16,17 +16,17 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from ..errors import ClosedError, MpidistError, ProtocolError
-from ..runtime import ulfm
+from .consistency import Consistency
 from .layout.placement import ServerLayout
 from .layout.push_checks import checked_samples, not_finite
 from .layout.row_selection import Selection
 from .link import GroupCall
 from .model_facts import Request
-from .protocol import CLOCK, LEAVE, PULL, PUSH, Header, largest
+from .modes.client_modes import ClientModes
+from .protocol import CHANGE, CLOCK, LEAVE, PULL, PUSH, Header, largest
 from .rows.unused_rows import ask_to_drop
 from .wire.bound_push_pull import BoundPushPull, bind
 from .wire.client_requests import ClientRequests
-from .wire.trial_update import has_the_same_bits
 from .wire.wire_pieces import WirePiece, cut_shard
 
 _BINDS = 8  # how often a client remembers the arrays of a push_pull that then do not come again
@@ -62,10 +62,8 @@ class Client:
         self._batch, self._drops = asked.global_batch, asked.nonfinite == "drop"
         self._nonfinite = self.dropped = self.skipped = 0
         self._bound: BoundPushPull | None = None
-        self.asked = asked._replace(model={})  # without the memory of the arrays
-        # A death may break a push off in an elastic run, and then no server may have applied it.
-        safe = asked.consistency.streams and not group.votes and ulfm.current is None
-        self._cuts = safe and has_the_same_bits(asked.optimizer)
+self.asked = asked._replace(model={})  # without the memory of the arrays
+        self.modes = ClientModes(self.asked, group.votes)
         self.requests = self._requests(model, piece_bytes)
         self.versions = self.requests.versions
         self._staleness: Counter[int] = Counter()
@@ -159,7 +157,7 @@ class Client:
             pushes, samples = self._checked(gradients, samples)
             self._enter()
             self._ask(PUSH | CLOCK | PULL, wanted, results, pushes, samples)
-            if self._binds and not self.requests.in_pieces:
+            if self._binds and not self.requests.streams(self.finished):
                 self._binds -= 1
                 self._bound = bind(self._link, self._servers, self.requests.whole, gradients, out)
         return results
@@ -256,18 +254,63 @@ class Client:
             **self._link.counters.snapshot(),
         }
 
+    # -- changes during training -------------------------------------------------------------
+
+    @property
+    def consistency(self) -> Consistency:
+        """The consistency mode, which may be set between two steps: BSP, SSP, DSSP or ASP.
+
+        All workers of the model set the same mode in the same clock (step); else all ranks get a
+        ProtocolError. It begins with the next clock, for all workers and servers, and no push is
+        lost. In the first clock after BSP or SSP(0), all workers begin with the same parameters.
+        Setting the present mode does nothing. Not in elastic runs.
+
+        Raises
+        ------
+        ConfigError
+            The mode is no mode for a model in training, or does not suit the model's `stale`.
+        """
+        return self.modes.newest
+
+    @consistency.setter
+    def consistency(self, mode: Consistency) -> None:
+        self._open()
+        with GroupCall(self._link, f"consistency of {self.name!r}"):
+            if text := self.modes.checked(mode, self.finished):
+                self.requests.tell_all(CHANGE, text)
+                self.modes.set(mode, self.finished)
+                self._link.background()
+
+    def set_optimizer(self, optimizer) -> None:
+        """Use another optimizer, or another learning rate, from now on. All workers call it.
+
+        They call it in the same clock, with equal optimizers; else all ranks get a ProtocolError.
+        Under BSP the update of this clock is the first one with the new optimizer. In other modes a
+        server uses it as soon as the last worker has called. An optimizer of the same kind goes on
+        with the state (such as velocities and the progress of a schedule), one of another kind
+        begins with a new state. Not in elastic runs.
+
+        Raises
+        ------
+        ConfigError
+            The optimizer is not elementwise, or cannot be sent to the servers.
+        """
+        self._open()
+        with GroupCall(self._link, f"set_optimizer of {self.name!r}"):
+            message = self.modes.checked_optimizer(optimizer, self.finished, self.layout)
+            self.requests.tell_all(CHANGE, message)
+            self.modes.set_optimizer(optimizer, self.finished)
+            self._link.background()
+
     # -- messages ------------------------------------------------------------------------
 
     def _requests(self, model: int, piece_bytes: int) -> ClientRequests:
         """Return the requests for the present layout."""
         layout, numbers = self.layout, range(len(self._servers))
         self._names, self._binds = Selection(self.name, layout), _BINDS
-        pieces: list[list[WirePiece]] = [[] for _ in numbers]
-        if self._cuts:
-            cuts = (cut_shard(layout, k, piece_bytes) for k in numbers)
-            pieces = [each if len(each) > 1 else [] for each in cuts]
-        asks_all = self.asked.consistency.asks_all or self.group.votes
-        return ClientRequests(self._link, self._servers, model, self._names, pieces, asks_all)
+        cuts = (cut_shard(layout, k, piece_bytes) for k in numbers)
+        pieces: list[list[WirePiece]] = [each if len(each) > 1 else [] for each in cuts]
+        return ClientRequests(self._link, self._servers, model, self._names, pieces, self.modes)
 
     def use_layout(self, layout: ServerLayout, servers: list[int], piece_bytes: int) -> None:
         """Ask the servers of another layout from now on, between two clocks."""

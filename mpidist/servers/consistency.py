@@ -147,7 +147,13 @@ class Answer(NamedTuple):
     item: Any
 
 
-Action = Apply | Answer | Drop
+class Do(NamedTuple):
+    """The action to call `work`, after all updates and answers that came before."""
+
+    work: Callable[[], None]
+
+
+Action = Apply | Answer | Drop | Do
 
 
 class ConsistencyGate:
@@ -182,6 +188,20 @@ class ConsistencyGate:
     def begin_at(self, clocks: Sequence[int]) -> None:
         """Let the workers begin at these clocks, before the first event."""
         self.clocks[:] = clocks
+
+    def mode_at(self, clock: int) -> Consistency:
+        """Return the mode of a clock, in models whose mode may change."""
+        return self.consistency
+
+    def changes(self) -> list[tuple[int, Consistency]]:
+        """Return the later modes of a model whose mode changes, each with its first clock."""
+        return []
+
+    def note_tick(self, worker: int) -> None:
+        """Measure when `worker` finishes its step, in modes that need that."""
+
+    def note_enter(self, worker: int) -> None:
+        """Measure when `worker` begins its step, in modes that need that."""
 
     def slowest(self) -> int:
         """Return the smallest clock of the live workers; a huge number when all have left."""
@@ -226,7 +246,7 @@ class ConsistencyGate:
 
     def _taken(self, worker: int, clock: int, item: Any) -> list[Action]:
         """Apply or hold an allowed push."""
-        if not self.consistency.holds:
+        if not self.mode_at(clock).holds:
             return [Apply(clock, ((worker, item),))]
         self.held.setdefault(clock, {})[worker] = item
         return []
@@ -268,7 +288,7 @@ class ConsistencyGate:
             due = sorted(clock for clock in self.held if clock < slowest)
         for clock in due:
             pushes = tuple(sorted(self.held.pop(clock).items(), key=itemgetter(0)))
-            updates = [pushes] if self.consistency.merges else [(push,) for push in pushes]
+            updates = [pushes] if self.mode_at(clock).merges else [(push,) for push in pushes]
             actions += [Apply(clock, update) for update in updates]
         return actions + self._answers()
 

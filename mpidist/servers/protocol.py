@@ -33,8 +33,9 @@ MESSAGE_BYTES = 1 << 30
 
 # What a request asks for. The values are bits, so that one message can carry several requests.
 PUSH, CLOCK, PULL, LEAVE, PAUSE, BYE, ADD, BARRIER, DROP = 1, 2, 4, 8, 16, 32, 64, 128, 256
+CHANGE = 512
 
-_REQUESTS = ("push", "clock", "pull", "leave", "pause", "bye", "add", "barrier", "drop")
+_REQUESTS = ("push", "clock", "pull", "leave", "pause", "bye", "add", "barrier", "drop", "change")
 
 
 def _name(flags: int) -> str:

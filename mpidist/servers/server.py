@@ -24,7 +24,7 @@ from mpi4py import MPI
 from ..errors import ProtocolError
 from ..events import OPEN
 from . import protocol
-from .consistency import Action, Apply, Drop
+from .consistency import Action, Apply, Do, Drop
 from .deadlock import who_waits
 from .decisions import Decisions
 from .layout.capacity import ROOM_BYTES
@@ -205,6 +205,10 @@ class Server:
             return False
         actions: list[Action] = []
         message = buffer[: header.total]
+        if header.flags & protocol.CHANGE:
+            model.changes.hear(worker, message[HEADER_BYTES:].tobytes(), self.workers)
+            self._run(model, model.changes.due())
+            return False
         push_parts, words_at = self._selection(model, message, HEADER_BYTES, header.push_words)
         pull_parts, data_at = self._selection(model, message, words_at, header.pull_words)
         pushed, pulled = (n == protocol.PIECES for n in (header.push_words, header.pull_words))
@@ -221,6 +225,8 @@ class Server:
             push = Push(buffer, parts, header.samples, seen)
             actions += model.gate.push(worker, push, bool(header.gap))
         if header.flags & protocol.CLOCK:
+            if model.changes:
+                model.changes.check_tick(worker, clock, self.workers)
             actions += model.gate.tick(worker)
         if header.flags & protocol.PULL:
             # A push in pieces is answered in pieces as they are updated, and then by a header.
@@ -228,7 +234,8 @@ class Server:
             pull = Pull(pull_parts, time.monotonic_ns(), queue, operation, pieces)
             actions += model.gate.pull(worker, pull)
         if header.flags & protocol.LEAVE:
-            actions += model.gate.leave(worker)
+            left = model.gate.leave(worker)
+            actions += [*model.changes.due(), *left]
         self._run(model, actions)
         return bool(header.flags & protocol.PUSH)
 
@@ -268,10 +275,11 @@ class Server:
         No worker has an answer, and nothing is updated, before all have sent such a message.
         """
         whole = protocol.PUSH | protocol.CLOCK | protocol.PULL
-        if header.flags != whole or not model.gate.consistency.streams or self.votes is not None:
+        mode = model.gate.mode_at(header.clock)
+        if header.flags != whole or not mode.streams or self.votes is not None:
             raise ProtocolError(
                 f"parameter server {self.index}: worker {worker} sends {model.name!r} in pieces, "
-                f"which {model.gate.consistency} does not allow here"
+                f"which {mode} does not allow here"
             )
         return model.due.receive(self.link, self.workers[worker])
 
@@ -284,13 +292,15 @@ class Server:
                 for _, push in action.pushes:
                     self.link.pool.give(push.buffer)
             elif isinstance(action, Apply):
-                if model.gate.consistency.holds:  # else part of "serve push"
+                if model.gate.mode_at(action.clock).holds:  # else part of "serve push"
                     self.link.trail.begin("apply", None, model.name, action.clock, False)
                 model.apply(action, self.workers)
                 if self.copies is not None:
                     self.copies.apply(self.models.index(model), action.clock + 1)
                 for _, push in action.pushes:
                     self.link.pool.give(push.buffer)
+            elif isinstance(action, Do):
+                action.work()
             else:
                 held = time.monotonic_ns() - action.item.since
                 answer = (model, action.worker, action.item, action.gap, held)

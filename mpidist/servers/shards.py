@@ -242,7 +242,7 @@ class ServerShard:
 
     def leaves(self) -> list[tuple[tuple[str, ...], Any]]:
         """Return the arrays of the optimizer's state with their paths."""
-        return list(_leaves(self.state))
+        return list(state_leaves(self.state))
 
     def update_part(
         self, gradients: Mapping[str, np.ndarray], state: dict, parameters: dict[str, np.ndarray]
@@ -317,7 +317,7 @@ class ServerShard:
 
         optimizer: dict = {}
         scalars: dict = {}
-        for path, leaf in _leaves(self.state):
+        for path, leaf in state_leaves(self.state):
             if path[-1] in pieces and np.ndim(leaf) == 1:
                 optimizer.setdefault("/".join(path[:-1]), []).append(entry(path[-1], leaf))
             else:
@@ -362,14 +362,14 @@ class ServerShard:
 def state_copies(optimizer) -> float:
     """Return the bytes of optimizer state per byte of parameters, as measured on a small array."""
     probe = np.zeros(64, np.float32)
-    arrays = [np.asarray(leaf) for _, leaf in _leaves(optimizer.init({"x": probe}))]
+    arrays = [np.asarray(leaf) for _, leaf in state_leaves(optimizer.init({"x": probe}))]
     return sum(array.nbytes for array in arrays if array.ndim) / probe.nbytes
 
 
 def updates_in_pieces(optimizer) -> bool:
     """Whether the state of an optimizer has one array like each parameter, and scalars, only."""
     probe = np.zeros(7, np.float32)
-    leaves = list(_leaves(optimizer.init({"x": probe})))
+    leaves = list(state_leaves(optimizer.init({"x": probe})))
     return all(
         isinstance(leaf, np.ndarray)
         and (leaf.shape == probe.shape if path[-1] == "x" else not leaf.ndim)
@@ -382,9 +382,10 @@ def scale(view: np.ndarray, weight: float) -> np.ndarray:
     return view if weight == 1 else np.multiply(view, weight, out=view)
 
 
-def _leaves(tree: Mapping, path: tuple[str, ...] = ()):
+def state_leaves(tree: Mapping, path: tuple[str, ...] = ()):
+    """Yield the path and the value of each leaf of an optimizer's state."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, (*path, key))
+            yield from state_leaves(value, (*path, key))
         else:
             yield (*path, key), value

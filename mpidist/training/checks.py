@@ -257,6 +257,11 @@ def check_elastic(elastic, strategy, checkpoint) -> Elastic | None:
             f"elastic: push_every={strategy.push_every}, pull_every={strategy.pull_every}: a death "
             "would lose gradients that are not pushed yet; leave both at 1, or leave elastic out"
         )
+    if getattr(strategy, "changes", None) is not None:
+        raise ConfigError(
+            "elastic: changes: after a death the servers would go on with the first mode; leave "
+            "changes out, or leave elastic out"
+        )
     mode = getattr(strategy, "consistency", None)
     if not getattr(mode, "survives", True):
         raise ConfigError(

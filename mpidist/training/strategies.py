@@ -26,6 +26,7 @@ from ..servers.layout.roles import AUTO, choose_ranks, has_shares, ranks_asked
 from ..servers.model_facts import check_nonfinite
 from ..servers.modes.backup_workers import BackupWorkers
 from ..servers.modes.dynamic_bound import DSSP
+from ..servers.modes.mode_policy import ModePolicy, mode_policy
 from ..servers.modes.stale_gradients import KeepStale, Stale, stale_policy
 from .checks import expect, has_methods, is_whole_number
 from .exchanges.peer_strategies import Hogwild, peer_average
@@ -126,6 +127,10 @@ class ParameterServer:
         Downpour SGD, under ASP, SSP(1) or more, and DSSP: a worker adds up its gradients and pushes
         them every `push_every` steps, and pulls every `pull_every` steps. Between two pulls it
         updates its own copy of the parameters.
+    changes : mapping or function, optional
+        The mode from some steps on, such as ``{1000: md.ASP()}``, or a function of the step that
+        returns the mode, or None for the mode so far. It is called in each step, on each worker,
+        and must return the same on all of them. BSP, SSP, DSSP and ASP may follow each other.
     """
 
     servers: int | Sequence[int] | Mapping[int, float] | str = 1
@@ -136,9 +141,13 @@ class ParameterServer:
     replicas: int = 0
     push_every: int = 1
     pull_every: int = 1
+    changes: Mapping[int, Consistency] | ModePolicy | None = None
     survives: ClassVar[bool] = True
 
     def __post_init__(self):
+        object.__setattr__(self, "changes", mode_policy(self.changes, self.consistency))
+        if self.changes is not None and self.is_rare:
+            raise ConfigError("changes: push_every and pull_every need one mode; give one of them")
         for name in ("push_every", "pull_every"):
             value = getattr(self, name)
             several = is_whole_number(value) and value >= 1
@@ -373,6 +382,7 @@ def _parameter_server(
     shares=None,
     push_every=1,
     pull_every=1,
+    changes=None,
 ) -> ParameterServer:
     given = {"staleness": staleness, "low": low, "high": high, "rule": rule, "count": count}
     settings = {name: value for name, value in given.items() if value is not None}
@@ -395,10 +405,31 @@ def _parameter_server(
         some = min(asked, 1) if isinstance(asked, int) else AUTO if asked == AUTO else 1
         choose_ranks(2, some, placement)
     strategy = ParameterServer(
-        servers, mode, placement, nonfinite, stale_policy(stale), replicas, push_every, pull_every
-    )
+        servers, mode, placement, nonfinite, stale_policy(stale), replicas, push_every, pull_every,
+        _changes(changes),
+    )  # fmt: skip
     check_copies(replicas, asked if isinstance(asked, int) else len(ranks))
     return strategy
+
+
+def _changes(changes) -> dict | None:
+    """Return the pairs of step and mode that a job file writes with names of modes."""
+    if changes is None:
+        return None
+    try:
+        pairs = [(step, {"name": m} if isinstance(m, str) else dict(m)) for step, m in changes]
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"changes={shown(changes)}; expected a list of [step, mode], such as "
+            '[[1000, "asp"], [2000, { name = "ssp", staleness = 3 }]]'
+        ) from None
+    modes = {
+        step: build(CONSISTENCIES, mode.pop("name", None), mode, "consistency")
+        for step, mode in pairs
+    }
+    if len(modes) < len(pairs):
+        raise ConfigError(f"changes={shown(changes)}: a step stands there twice")
+    return modes
 
 
 def _shares(shares, servers) -> dict:

@@ -257,6 +257,7 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                         carried.begin(exchange)
                     feed = stack.enter_context(closing(Feed(source, run, asked.loading)))
                     run.start_loop(last)
+                    exchange.first_step = run.step
                     pace.begin(carried.interval_from(run.step))
                     copies = carried.copies(store, run.step)
                     carried.hold(run, watcher, agreed.callbacks)

@@ -1,8 +1,11 @@
 """Worlds of workers on a gate, and the search through every order of their events."""
 
 import copy
+from types import SimpleNamespace
 
 from mpidist.servers.consistency import Answer, Apply
+from mpidist.servers.modes.agreed_changes import AgreedChanges, encode_mode
+from mpidist.servers.modes.hosted_model import Hosted as HostedModel
 
 STEPS = ("pull", "push", "tick")
 
@@ -55,7 +58,9 @@ class World:
             self.carry_out(action)
 
     def carry_out(self, action):
-        consistency = self.gate.consistency
+        consistency = self.gate.mode_at(
+            self.gate.clocks[action.worker] if isinstance(action, Answer) else action.clock
+        )
         live = [w for w in range(len(self.clocks)) if self.gate.live[w]]
         slowest = min((self.gate.clocks[w] for w in live), default=None)
         if isinstance(action, Apply):
@@ -84,6 +89,72 @@ class World:
             assert all(c < clock for _, c in seen)
         # Its own pushes are always visible once no clock holds them.
         assert {(action.worker, c) for c in range(clock)} <= seen
+
+
+class Hosted:
+    """What `AgreedChanges` needs of a model: its gate, whose mode it changes."""
+
+    name = "m"
+    change_mode = HostedModel.change_mode
+
+    def __init__(self, gate, choices):
+        self.gate, self.shard, self.choices = gate, SimpleNamespace(server=0), choices
+
+    def choose(self):
+        for gate in getattr(self.gate, "_gates", [self.gate]):
+            if hasattr(gate, "_rule") and self.choices is not None:
+                gate._rule = self.choices
+
+
+class ChangingWorld(World):
+    """Workers that also set another mode in some clocks, before their push or before their tick.
+
+    `changes` has the new mode of a clock; `late` has the workers that set it after their push.
+    `wrong` (worker, clock) does not set it.
+    """
+
+    def __init__(self, consistency, clocks, changes, choices=None, late=(), wrong=None):
+        super().__init__(consistency, clocks)
+        self.choices, self.hosted = choices, Hosted(self.gate, choices)
+        self.changed = AgreedChanges(self.hosted)
+        self.events = []
+        for worker, number in enumerate(clocks):
+            events = []
+            for clock in range(number):
+                steps = list(STEPS)
+                if clock in changes and (worker, clock) != wrong:
+                    steps.insert(2 if worker in late else 1, encode_mode(changes[clock]))
+                events += [(clock, step) for step in steps]
+            self.events.append([*events, (number, "leave")])
+
+    def done(self, worker):
+        return self.position[worker] == len(self.events[worker])
+
+    def key(self):
+        return (*super().key(), repr(self.gate.consistency))
+
+    def step(self, worker):
+        clock, event = self.events[worker][self.position[worker]]
+        self.position[worker] += 1
+        gate, actions = self.gate, []
+        if event == "leave":
+            actions = gate.leave(worker)
+        elif event == "pull":
+            self.blocked[worker] = True
+            actions = gate.pull(worker, clock)
+        elif event == "push":
+            actions = gate.push(worker, (worker, clock))
+        elif event == "tick":
+            self.changed.check_tick(worker, clock, range(9))
+            actions = gate.tick(worker)
+        else:
+            self.changed.hear(worker, event, range(9))
+            self.gate = self.hosted.gate
+            self.hosted.choose()
+        for action in actions:
+            if isinstance(action, Answer) and gate.mode_at(gate.clocks[action.worker] - 1).holds:
+                assert action.gap == 0 or action.item == 0
+            self.carry_out(action)
 
 
 class Choices:
@@ -117,7 +188,12 @@ def outcomes(world, *event):
 
 def explore(consistency, clocks, choices=None):
     """Visit every reachable state; return the final ones, and the worst gap met."""
-    start = World(consistency, clocks, choices)
+    return explore_from(World(consistency, clocks, choices))
+
+
+def explore_from(start):
+    """Visit every state that can be reached from a world, as `explore`."""
+    clocks = start.clocks
     stack, seen, finals, worst = [start], {start.key()}, [], 0
     while stack:
         world = stack.pop()
@@ -129,7 +205,7 @@ def explore(consistency, clocks, choices=None):
             continue
         working = [world.gate.clocks[w] for w in able]
         live = [world.gate.clocks[w] for w in range(len(clocks)) if world.gate.live[w]]
-        entered = [c for w, c in zip(able, working, strict=True) if world.position[w] % 3]
+        entered = [c for w, c in zip(able, working, strict=True) if world.gate.entered[w] == c]
         if entered:
             worst = max(worst, max(entered) - min(live))
         for after in (after for worker in able for after in outcomes(world, worker)):

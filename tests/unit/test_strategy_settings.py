@@ -35,11 +35,29 @@ def test_a_mode_and_its_settings(settings, mode):
         ({"consistency": "asp", "pull_every": 0}, "pull_every"),
         ({"consistency": "asp", "push_every": 1.5}, "push_every"),
         ({"nonfinite": "keep"}, "nonfinite is 'keep'; give 'raise' or 'drop'"),
+        ({"changes": 3}, r"changes=3; expected a list of \[step, mode\]"),
+        ({"changes": [[3, "asp"], [2, "bsp"]]}, "are not in ascending order"),
+        ({"changes": [[2, "asp"], [2, "bsp"]]}, "a step stands there twice"),
+        ({"changes": [[2, "backup_workers"]]}, "may change between BSP, SSP, DSSP and ASP"),
+        ({"changes": [[1, "asp"]]}, "changes: step is 1, expected a whole number of at least 2"),
+        ({"changes": [[2, {"name": "ssp", "low": 1}]]}, "low"),
     ],
 )
 def test_bad_settings(settings, text):
     with pytest.raises(ConfigError, match=text):
         from_settings("parameter_server", settings)
+
+
+def test_changes_of_the_mode():
+    changes = [[2, "asp"], [5, {"name": "ssp", "staleness": 4}]]
+    made = from_settings("parameter_server", {"changes": changes})
+    assert made == md.ParameterServer(changes={2: md.ASP(), 5: md.SSP(4)})
+    modes = [made.changes(step) for step in range(1, 7)]
+    assert modes == [None, *[md.ASP()] * 3, *[md.SSP(4)] * 2]
+    with pytest.raises(ConfigError, match="changes: after a death"):
+        check_elastic(True, made, None)
+    with pytest.raises(ConfigError, match="changes: push_every and pull_every need one mode"):
+        md.ParameterServer(1, md.ASP(), push_every=2, changes={3: md.SSP(2)})
 
 
 def test_rare_pushes_and_pulls():

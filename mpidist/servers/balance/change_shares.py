@@ -53,6 +53,7 @@ class ModelState(NamedTuple):
     version: int
     ages: list[int]
     gate: dict[str, Any]
+    changes: dict[str, Any]
     scalars: list[tuple[tuple[str, ...], np.ndarray]]
     piece_bytes: int
 
@@ -195,6 +196,7 @@ def _facts(hosted: Hosted) -> dict[str, Any]:
         "version": shard.version,
         "ages": [shard.version - seen for seen in hosted.pulled],
         "gate": state,
+        "changes": hosted.changes.facts(),
         "scalars": [(path, np.array(leaf)) for path, leaf in shard.leaves() if not np.ndim(leaf)],
     }
 
@@ -220,6 +222,7 @@ def _decide(members: Members, everyone: list[dict]) -> NewShares | None:
             max(one["version"] for one in served),
             [max(ages) for ages in zip(*(one["ages"] for one in held), strict=True)],
             served[0]["gate"],
+            served[0]["changes"],
             served[0]["scalars"],
             piece_limit({*hosts}, most),
         )
@@ -327,10 +330,11 @@ def _new_server(members: Members, plan: NewShares) -> Server:
             hosted.remove()
             continue
         state = plan.models[client.name]
-        for path, value in state.scalars:
-            _set(hosted.shard.state, path, value)
         for name, value in state.gate.items():
             setattr(hosted.gate, name, value)
+        hosted.changes.go_on(state.changes)
+        for path, value in state.scalars:
+            _set(hosted.shard.state, path, value)
     return server
 
 

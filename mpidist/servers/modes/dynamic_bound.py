@@ -142,17 +142,25 @@ class DynamicGate(ConsistencyGate):
 
     def tick(self, worker: int) -> list[Action]:
         """Record that `worker` has finished its present step, and how long it worked."""
+        self.note_tick(worker)
+        return super().tick(worker)
+
+    def note_tick(self, worker: int) -> None:
+        """Measure how long `worker` has worked."""
         now, began = self._now(), self._began[worker]
         if worker not in self.waiting and began is not None:
             self.work[worker].append(now - began)
         self._began[worker] = None
         self.ticks[worker].append(now)
-        return super().tick(worker)
 
     def _enter(self, worker: int, item: Any) -> Answer:
+        self.note_enter(worker)
+        return super()._enter(worker, item)
+
+    def note_enter(self, worker: int) -> None:
+        """Measure when `worker` begins its step."""
         if self.entered[worker] != self.clocks[worker]:
             self._began[worker] = self._now()
-        return super()._enter(worker, item)
 
     def last(self) -> list[int]:
         """Return the live workers with the smallest clock."""

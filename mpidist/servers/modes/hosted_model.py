@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...errors import ProtocolError
-from ..consistency import Apply, Drop
+from ..consistency import Apply, Consistency, Drop
 from ..layout.placement import ServerLayout
 from ..layout.routing import ShardPart, WholeShard
 from ..model_facts import Request
@@ -17,6 +17,8 @@ from ..rows.unused_rows import table_facts
 from ..shards import ServerShard
 from ..wire.due_actions import DueActions
 from ..wire.wire_pieces import PIECE_BYTES
+from .agreed_changes import AgreedChanges
+from .changing_gate import ChangingGate
 from .push_record import PulledCopies, PushRecord
 
 
@@ -64,6 +66,7 @@ class Hosted:
         self.applied = 0  # the pushes of all clocks before are applied, in modes that hold pushes
         self.stale, self.record = asked.stale, PushRecord(asked.name, workers, shard.server)
         self._copies = PulledCopies(shard, workers) if asked.stale.compensates else None
+        self.changes = AgreedChanges(self)
         self.removed: dict | None = None  # the counts of a model that was removed
 
     def use_layout(self, piece_bytes: int) -> None:
@@ -140,7 +143,7 @@ class Hosted:
 
     def merge(self, action: Apply) -> tuple[dict, float] | None:
         """Return the gradients of one update and their weight, as `ServerShard.merge`."""
-        if self.gate.consistency.merges:
+        if self.gate.mode_at(action.clock).merges:
             return self.shard.merge(self.shares(action))
         ((worker, push),) = action.pushes
         age = self.shard.version - push.seen
@@ -148,6 +151,12 @@ class Hosted:
         if factor and self._copies is not None:
             self._copies.correct(worker, push.parts, self.stale)
         return self.shard.merge([(1.0, push.parts)], self.weight(push) * factor)
+
+    def change_mode(self, mode: Consistency, clock: int) -> None:
+        """Use another consistency mode from `clock` on."""
+        if not isinstance(self.gate, ChangingGate):
+            self.gate = ChangingGate(self.gate, self.shard.server)
+        self.gate.change(mode, clock)
 
     def remove(self) -> None:
         """Free the memory, and keep the counts. Another model may get the name."""

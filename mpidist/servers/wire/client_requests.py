@@ -62,8 +62,8 @@ class ClientRequests:
         The tensors of the model.
     pieces : sequence of list of WirePiece
         What each server sends and receives in pieces; empty for whole messages.
-    asks_all : bool
-        Whether the first pull of a clock asks every server.
+    modes : ClientModes
+        The consistency mode of each clock.
 
     Attributes
     ----------
@@ -87,12 +87,12 @@ class ClientRequests:
         model: int,
         names: Selection,
         pieces: Sequence[list[WirePiece]],
-        asks_all: bool,
+        modes: Any,
     ):
-        self.link, self.servers, self.model, self.asks_all = link, servers, model, asks_all
+        self.link, self.servers, self.model = link, servers, model
         self.layout, self._names, self._pieces = names.layout, names, pieces
         self.whole = [routing.WholeShard(self.layout, k) for k in range(len(servers))]
-        self.in_pieces = any(pieces)
+        self._has_pieces, self._modes = any(pieces), modes
         self.versions = [0] * len(servers)
         self.clock, self.entered, self.pushed = 0, -1, -1
         self.note, self.started = (0, 0), False
@@ -114,7 +114,7 @@ class ClientRequests:
     @property
     def has_entered(self) -> bool:
         """Whether a server has let the worker into its clock, so that others need not."""
-        return not self.asks_all and self.entered == self.clock
+        return self.entered == self.clock and not self._modes.asks_all(self.clock)
 
     def _route(
         self, server: int, wanted: Mapping
@@ -175,6 +175,20 @@ class ClientRequests:
         self.link.reap()
         return operation
 
+    def streams(self, clock: int) -> bool:
+        """Whether a whole push of `clock` travels in pieces that are answered at once."""
+        return self._has_pieces and self._modes.streams(clock)
+
+    def tell_all(self, flags: int, data: bytes) -> None:
+        """Send bytes to every server, in a message of this clock."""
+        total = HEADER_BYTES + len(data)
+        for rank in self.servers:
+            buffer = self.link.pool.take(total)
+            Header(flags, model=self.model, clock=self.clock, total=total).write(buffer)
+            buffer.data[HEADER_BYTES:total] = data
+            self.link.send(buffer, total, rank, TO_SERVER)
+        self.started = True
+
     def ask(
         self, flags: int, wanted: dict, results: dict, pushes=None, samples=None, known=()
     ) -> tuple[list[Header], float]:
@@ -189,8 +203,9 @@ class ClientRequests:
         expected: dict[int, tuple] = {}
         quiet: list[int] = []  # servers that are not asked
         routes = [self._route(server, wanted) for server in range(len(self.servers))]
-        may_skip = entering and not self.asks_all and any(parts for parts, _ in routes)
-        in_pieces = self.in_pieces and routing.has_all(self.layout, wanted)
+        asks_all = self._modes.asks_all(self.clock + bool(flags & CLOCK))
+        may_skip = entering and not asks_all and any(parts for parts, _ in routes)
+        in_pieces = self.streams(self.clock) and routing.has_all(self.layout, wanted)
         gradients = whole_push(self.layout, pushes, flat) if in_pieces and flags & PUSH else None
         for server, rank in enumerate(self.servers):
             if in_pieces and (pieces := self._pieces[server]):

@@ -90,6 +90,7 @@ class Served(WholeModel):
     synchronous = False
     equal_state = False
     price = None
+    first_step = 0  # how many steps the run had done when it was resumed
 
     def __init__(self, comm, model, optimizer, strategy, kept: Kept | None = None, **settings: Any):
         self.comm, self.model = comm, model
@@ -107,6 +108,7 @@ class Served(WholeModel):
         try:
             settings |= {"nonfinite": strategy.nonfinite, "stale": strategy.stale}
             self._open(optimizer, strategy.consistency, settings)
+            self._changes = strategy.changes
             self._rare: RareExchange | None = None
             if strategy.is_rare and not self.dedicated:
                 every = {"push_every": strategy.push_every, "pull_every": strategy.pull_every}
@@ -253,6 +255,9 @@ class Served(WholeModel):
             self._state_after = {n: a.copy() for n, a in getattr(self.model, "state", {}).items()}
         self.sent = True  # until the answers are here, a death breaks this step off
         out, samples = self.model.parameters, self._samples
+        if self._changes is not None:
+            after = self._changes(self.first_step + self.client.finished + 2)
+            self.client.consistency = self.client.consistency if after is None else after
         if self._rare is not None:
             self._rare.step(self.gradients, samples)
         elif self.pending is None:

@@ -1,0 +1,154 @@
+"""Changes of a model that all workers ask for in the same clock: of its mode, of its optimizer.
+
+    worker 0   ... clock 6 | change to BSP | push, tick of clock 6 | ...
+    worker 1   ... clock 6 | change to BSP | push, tick of clock 6 | ...
+    server     gets both changes before the worker's tick, in the order in which they come
+
+Each worker sends the change to each server, in a message of its own, before it finishes the clock.
+A worker that finishes the clock without the change, or asks for another one, is refused: the server
+raises an error, which reaches all ranks. A worker that has left before the clock is not needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ...errors import ConfigError, ProtocolError, shown
+from ..consistency import ASP, BSP, SSP, Action, Consistency, Do
+from .dynamic_bound import DSSP
+from .optimizer_changes import change_optimizer
+
+#: The modes that may follow each other during training, by the names in messages.
+MODES: dict[str, type[Consistency]] = {each.__name__: each for each in (ASP, BSP, SSP, DSSP)}
+
+#: What a change is of.
+MODE, OPTIMIZER = "consistency", "optimizer"
+
+_SAME = "all workers must make the same changes in the same clock"
+
+
+def encode_mode(mode: Consistency) -> bytes:
+    """Return a mode as the text of a message; raise ConfigError if it cannot be set in training."""
+    if type(mode) not in MODES.values():
+        raise ConfigError(
+            f"consistency is {shown(mode)}; a model in training may change between BSP, SSP, DSSP "
+            "and ASP"
+        )
+    settings = dataclasses.asdict(mode)  # type: ignore[call-overload]
+    return json.dumps({"of": MODE, "name": type(mode).__name__, **settings}).encode()
+
+
+def decode_mode(text: bytes) -> Consistency:
+    """Return the mode of `encode_mode`."""
+    settings = json.loads(text)
+    del settings["of"]
+    return MODES[settings.pop("name")](**settings)
+
+
+class Asked:
+    """A change of one clock: its text, and the workers that ask for it."""
+
+    def __init__(self, text: bytes):
+        self.text, self.workers = text, set[int]()
+        self.is_due = json.loads(text)["of"] == OPTIMIZER  # when all have asked for it
+
+
+class AgreedChanges:
+    """The changes of one model on one server, and which workers have asked for each.
+
+    Parameters
+    ----------
+    hosted : Hosted
+        The model. Its ``change_mode(mode, clock)`` is called when the first worker asks.
+    """
+
+    def __init__(self, hosted: Any):
+        self._hosted = hosted
+        self._asked: dict[tuple[int, str], Asked] = {}  # by clock, and what changes
+        self._optimizer = b""  # the message of the newest change of the optimizer
+
+    def __bool__(self) -> bool:
+        return bool(self._asked)
+
+    def hear(self, worker: int, text: bytes, ranks: Sequence[int]) -> None:
+        """Record that `worker` asks for a change in its present clock. `ranks` are for errors."""
+        gate, what = self._hosted.gate, json.loads(text)["of"]
+        clock = gate.clocks[worker]
+        asked = self._asked.get((clock, what))
+        if asked is None:
+            asked = Asked(text)
+            asked.workers.add(worker)
+            passed = [other for other, at in enumerate(gate.clocks) if at > clock]
+            if passed:
+                raise self._missing(passed[0], asked, clock, ranks)
+            self._asked[clock, what] = asked
+            if what == MODE:
+                self._hosted.change_mode(decode_mode(text), clock + 1)
+        if asked.text != text:
+            raise ProtocolError(
+                f"{self._where(clock)}: rank {ranks[worker]} asks for {_told(text)}, rank "
+                f"{ranks[min(asked.workers)]} for {_told(asked.text)}; {_SAME}"
+            )
+        asked.workers.add(worker)
+
+    def due(self) -> list[Action]:
+        """Return the changes of the optimizer that all living workers have asked for by now."""
+        live = {worker for worker, lives in enumerate(self._hosted.gate.live) if lives}
+        in_order = (self._asked[key] for key in sorted(self._asked))
+        due = [one for one in in_order if one.is_due and one.workers >= live]
+        for asked in due:
+            asked.is_due = False
+        return [Do(partial(self._use_optimizer, asked.text)) for asked in due]
+
+    def _use_optimizer(self, text: bytes) -> None:
+        change_optimizer(self._hosted.shard, text)
+        self._optimizer = text
+
+    def facts(self) -> dict[str, Any]:
+        """Return all that changed, for a server that begins to serve the model; see `go_on`."""
+        asked = [
+            (*key, one.text, sorted(one.workers), one.is_due) for key, one in self._asked.items()
+        ]
+        modes = [(clock, encode_mode(mode)) for clock, mode in self._hosted.gate.changes()]
+        return {"asked": asked, "modes": modes, "optimizer": self._optimizer}
+
+    def go_on(self, facts: Mapping[str, Any]) -> None:
+        """Make the changes of another server of the model, on one that has none yet."""
+        for clock, text in facts["modes"]:
+            self._hosted.change_mode(decode_mode(text), clock)
+        if facts["optimizer"]:
+            self._use_optimizer(facts["optimizer"])
+        for clock, what, text, workers, is_due in facts["asked"]:
+            asked = self._asked[clock, what] = Asked(text)
+            asked.workers, asked.is_due = set(workers), is_due
+
+    def check_tick(self, worker: int, clock: int, ranks: Sequence[int]) -> None:
+        """Raise ProtocolError if `worker` finishes `clock` without a change that others made."""
+        for (at, _), asked in self._asked.items():
+            if at == clock and worker not in asked.workers:
+                raise self._missing(worker, asked, clock, ranks)
+        slowest = self._hosted.gate.slowest()
+        self._asked = {key: one for key, one in self._asked.items() if key[0] >= slowest}
+
+    def _missing(
+        self, worker: int, asked: Asked, clock: int, ranks: Sequence[int]
+    ) -> ProtocolError:
+        return ProtocolError(
+            f"{self._where(clock)}: rank {ranks[worker]} has finished this clock without the "
+            f"change to {_told(asked.text)} of rank {ranks[min(asked.workers)]}; {_SAME}"
+        )
+
+    def _where(self, clock: int) -> str:
+        return f"model {self._hosted.name!r}, clock {clock}"
+
+
+def _told(text: bytes) -> str:
+    facts = json.loads(text)
+    if facts["of"] == MODE:
+        return f"consistency {decode_mode(text)}"
+    settings = ", ".join(f"{key}={value}" for key, value in facts["settings"].items())
+    return f"optimizer {facts['name']}({settings})"

@@ -1,0 +1,105 @@
+"""The gate of a model whose consistency mode changes during training. Uses no MPI.
+
+    clock      0   1   2   3   4   5   6
+    mode       SSP(3)......    BSP.......      all workers set BSP in clock 2
+    waits          of SSP(3)   of BSP
+
+Each clock has one mode, for all workers: it decides when the pull of the clock is answered, and
+what becomes of the push of the clock. All workers set a new mode in the same clock c, and it begins
+with clock c + 1. A worker tells the server before its tick of clock c. So the gate knows the mode
+of a clock before the first worker gets there, and no worker waits for an agreement.
+
+If the pushes of clock c are held, because its mode is BSP or SSP(0), then the pull of clock c + 1
+also waits until they are applied, whatever its own mode says. Otherwise a worker could go on
+without its own push. So the first clock after BSP begins for all workers with the same parameters.
+
+The pushes and pulls that wait stay where they are: no push is lost or applied twice, and the bound
+of each clock holds in every order of events, which the tests try.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any
+
+from ..consistency import Action, Answer, Consistency, ConsistencyGate
+
+
+class ChangingGate(ConsistencyGate):
+    """A gate that goes on where another one has come to, and whose mode may change.
+
+    Parameters
+    ----------
+    gate : ConsistencyGate
+        The gate of the mode so far. Its clocks, pushes and pulls become those of this gate.
+    server : int
+        The number of the server.
+    now : callable
+        As for `Consistency.gate`.
+    """
+
+    def __init__(
+        self, gate: ConsistencyGate, server: int = 0, now: Callable[[], float] = time.monotonic
+    ):
+        super().__init__(gate.consistency, 0)
+        self._server, self._now = server, now
+        self._starts, self._gates = [0], [gate]
+        self._share(gate, self)
+
+    def change(self, consistency: Consistency, clock: int) -> None:
+        """Use another mode from `clock` on. Clocks of later calls are larger."""
+        gate = consistency.gate(len(self.clocks), self._server, self._now)
+        self._share(self, gate)
+        self._starts.append(clock)
+        self._gates.append(gate)
+        self.consistency = consistency
+
+    @staticmethod
+    def _share(source: ConsistencyGate, target: ConsistencyGate) -> None:
+        """Let two gates have the same clocks, pushes and pulls."""
+        for name in ("clocks", "live", "pushed", "entered", "held", "waiting", "gaps"):
+            setattr(target, name, getattr(source, name))
+
+    def _gate(self, clock: int) -> ConsistencyGate:
+        """Return the gate with the rules of a clock."""
+        return self._gates[bisect_right(self._starts, clock) - 1]
+
+    def mode_at(self, clock: int) -> Consistency:
+        """Return the mode of a clock."""
+        return self._gate(clock).consistency
+
+    def changes(self) -> list[tuple[int, Consistency]]:
+        """Return the modes after the first one, each with its first clock."""
+        modes = (gate.consistency for gate in self._gates)
+        return list(zip(self._starts, modes, strict=True))[1:]
+
+    def is_open(self, worker: int) -> bool:
+        """Whether a pull of `worker` in its present step is answered now."""
+        return not self._has_held(worker) and self._gate(self.clocks[worker]).is_open(worker)
+
+    def _has_held(self, worker: int) -> bool:
+        """Whether pushes of the clock before are still held, which `worker` must get."""
+        clock = self.clocks[worker]
+        return clock > 0 and self.mode_at(clock - 1).holds and self.ahead(worker) > 0
+
+    def blockers(self, worker: int) -> tuple[list[int], int]:
+        """Return the workers for which the pull of `worker` waits, and how many of them must move.
+
+        The pull can be answered only after so many of these workers have sent a further message.
+        """
+        if not self._has_held(worker):
+            return self._gate(self.clocks[worker]).blockers(worker)
+        clocks = enumerate(self.clocks)
+        behind = [w for w, clock in clocks if self.live[w] and clock < self.clocks[worker]]
+        return behind, len(behind)
+
+    def tick(self, worker: int) -> list[Action]:
+        """Record that `worker` has finished its present step."""
+        self._gate(self.clocks[worker]).note_tick(worker)
+        return super().tick(worker)
+
+    def _enter(self, worker: int, item: Any) -> Answer:
+        self._gate(self.clocks[worker]).note_enter(worker)
+        return super()._enter(worker, item)

@@ -1,0 +1,107 @@
+"""A worker's side of changes during training: the modes of its clocks, and what it tells servers.
+
+A new mode begins with the clock after the one in which all workers set it: see `changing_gate`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Any
+
+from ...errors import ConfigError, ProtocolError, shown
+from ...runtime import ulfm
+from ..consistency import Consistency
+from ..layout.placement import ServerLayout
+from ..model_facts import Request, check_stale
+from ..wire.trial_update import has_the_same_bits
+from .agreed_changes import encode_mode
+from .optimizer_changes import encode_optimizer
+
+
+class ClientModes:
+    """The consistency mode of each clock of one worker.
+
+    Parameters
+    ----------
+    asked : Request
+        The arguments with which the model was added.
+    votes : bool
+        Whether the servers vote, as in elastic runs, where the mode cannot change.
+    """
+
+    def __init__(self, asked: Request, votes: bool):
+        self._asked, self._votes = asked, votes
+        # A death may break a push off in an elastic run, and then no server may have applied it.
+        self._pieces = not votes and ulfm.current is None
+        self._streams = self._pieces and has_the_same_bits(asked.optimizer)
+        self._changed = -1  # the clock of the newest change of the optimizer
+        self._starts, self._modes = [0], [asked.consistency]
+
+    @property
+    def newest(self) -> Consistency:
+        """The mode that was set last; it may begin with the next clock."""
+        return self._modes[-1]
+
+    def at(self, clock: int) -> Consistency:
+        """Return the mode of a clock of this worker."""
+        if clock >= self._starts[-1]:
+            return self._modes[-1]
+        return self._modes[bisect_right(self._starts, clock) - 1]
+
+    def asks_all(self, clock: int) -> bool:
+        """Whether a worker begins this clock only when every server has let it in."""
+        return self._votes or self.at(clock).asks_all
+
+    def streams(self, clock: int) -> bool:
+        """Whether servers may answer a push of this clock piece by piece."""
+        return self._streams and self.at(clock).streams
+
+    def checked(self, mode: Any, clock: int) -> bytes:
+        """Return the message that sets a mode in `clock`, or raise an error: nothing is sent yet.
+
+        Empty if this is the present mode.
+        """
+        name = self._asked.name
+        if not isinstance(mode, Consistency):
+            raise ConfigError(f"client {name!r}: consistency is {shown(mode)}; give BSP, SSP, ...")
+        if self._starts[-1] > clock:
+            if mode == self._modes[-1]:
+                return b""
+            raise ProtocolError(
+                f"client {name!r}: consistency is {self._modes[-1]} from clock "
+                f"{self._starts[-1]} on, already set in clock {clock}; set it once per clock"
+            )
+        if mode == self._modes[-1]:
+            return b""
+        refuse_in_elastic_runs(name, self._votes, "consistency")
+        encode_mode(self._modes[-1])
+        text = encode_mode(mode)
+        check_stale(self._asked._replace(consistency=mode))
+        return text
+
+    def set(self, mode: Consistency, clock: int) -> None:
+        """Use a mode from the clock after `clock` on; the servers have been told."""
+        self._starts.append(clock + 1)
+        self._modes.append(mode)
+
+    def checked_optimizer(self, optimizer: Any, clock: int, layout: ServerLayout) -> bytes:
+        """Return the message that changes the optimizer in `clock`; nothing is sent yet."""
+        name = self._asked.name
+        refuse_in_elastic_runs(name, self._votes, "optimizer")
+        if self._changed == clock:
+            raise ProtocolError(f"client {name!r}: second set_optimizer in clock {clock}")
+        return encode_optimizer(name, layout, self._asked.optimizer, optimizer)
+
+    def set_optimizer(self, optimizer: Any, clock: int) -> None:
+        """Record that the optimizer changes in `clock`; the servers have been told."""
+        self._changed = clock
+        self._streams = self._pieces and has_the_same_bits(optimizer)
+
+
+def refuse_in_elastic_runs(name: str, votes: bool, what: str) -> None:
+    """Raise ConfigError in an elastic run: after a death the model would have its first mode."""
+    if votes or ulfm.current is not None:
+        raise ConfigError(
+            f"client {name!r}: the {what} cannot change in an elastic run, which would go on after "
+            "a death with the first one; set it when the model is added"
+        )

@@ -1,0 +1,55 @@
+"""In which steps of `md.train` the consistency mode changes, and to which mode. Uses no MPI."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ...errors import ConfigError, shown
+from ...registry import checked_whole
+from ..consistency import Consistency
+from .agreed_changes import encode_mode
+
+#: A policy returns the mode of a step, or None for the mode so far. All workers call it in each
+#: step, and it must return the same on all of them.
+ModePolicy = Callable[[int], Consistency | None]
+
+
+@dataclass(frozen=True)
+class ModeSteps:
+    """The policy that changes the mode in given steps: pairs of (first step, mode), in order."""
+
+    pairs: tuple[tuple[int, Consistency], ...] = ()
+
+    def __call__(self, step: int) -> Consistency | None:
+        """Return the mode of a step, or None before the first change."""
+        found = bisect_right([first for first, _ in self.pairs], step)
+        return self.pairs[found - 1][1] if found else None
+
+
+def mode_policy(given, first: Consistency) -> ModePolicy | None:
+    """Return the policy for None, a mapping of step to mode, pairs of these, or a function.
+
+    `first` is the mode before the first change, and of the first step of a run. Raises ConfigError
+    if the mode cannot change so.
+    """
+    if given is None:
+        return None
+    encode_mode(first)
+    if callable(given):
+        return given
+    try:
+        pairs = list(given.items() if isinstance(given, Mapping) else map(tuple, given))
+        steps = [step for step, _ in pairs]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"changes is {shown(given)}; expected a mapping of step to mode, such as "
+            "{1000: md.ASP()}, or a function of the step"
+        ) from error
+    steps = [checked_whole("changes: step", step, 2) for step in steps]
+    for _, mode in pairs:
+        encode_mode(mode)
+    if steps != sorted(set(steps)):
+        raise ConfigError(f"changes: the steps {steps} are not in ascending order")
+    return ModeSteps(tuple(zip(steps, (mode for _, mode in pairs), strict=True)))
