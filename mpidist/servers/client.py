@@ -62,7 +62,7 @@ class Client:
         self._batch, self._drops = asked.global_batch, asked.nonfinite == "drop"
         self._nonfinite = self.dropped = self.skipped = 0
         self._bound: BoundPushPull | None = None
-self.asked = asked._replace(model={})  # without the memory of the arrays
+        self.asked = asked._replace(model={})  # without the memory of the arrays
         self.modes = ClientModes(self.asked, group.votes)
         self.requests = self._requests(model, piece_bytes)
         self.versions = self.requests.versions

@@ -208,3 +208,27 @@ def test_modes_of_a_training_run(comm, tmp_path_factory):
     assert asked == ([] if comm.rank == 2 else [6, 7, 8, 9])
     steps = md.ParameterServer(1, md.BSP(), changes={3: md.SSP(1), 5: md.BSP()})
     assert np.isfinite(fit(comm, strategy=steps, epochs=None, steps=8)[1].train_loss)
+
+
+@pytest.mark.ranks(3)
+def test_a_new_server_knows_the_changes(comm):
+    """Servers change after mode and optimizer, and while one worker is still to make a change."""
+    with md.ServerGroup(comm, servers=[1], placement="colocated") as group:
+        client = group.add("m", {"w": np.zeros(300)}, optimizer=SGD, consistency=md.SSP(2))
+        momentum, ahead = md.optim.momentum(0.5, 0.5), comm.rank != 1
+        for clock in range(3):
+            if clock == 1:
+                client.set_optimizer(momentum)
+            if clock == 2 and ahead:
+                client.consistency = md.BSP()
+            if clock < 2:
+                client.push_pull({"w": np.ones(300)})
+        group.repartition(servers={0: 1, 1: 1, 2: 1})
+        if not ahead:
+            client.consistency = md.BSP()
+        client.push_pull({"w": np.ones(300)})
+        assert group.hosted("m")[1].gate.mode_at(3) == md.BSP()
+        assert group.hosted("m")[1].shard.optimizer.name == "momentum"
+        for _ in range(2):
+            values = client.push_pull({"w": np.ones(300)})["w"]
+            assert values.min() == values.max()
