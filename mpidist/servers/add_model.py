@@ -19,15 +19,17 @@ from .rows.row_policies import check_open_group, check_row_optimizer
 from .rows.unused_rows import open_bytes
 from .server import Hosted, Server
 from .shards import ServerShard, state_copies
+from .wire.node_share import NodeShare, node_ranks, share_memory
 from .wire.wire_pieces import piece_limit
 
 
 def host_model(
     group, server: Server | None, taken: Container, asked: Request
-) -> tuple[ServerLayout, int]:
+) -> tuple[ServerLayout, int, NodeShare | None]:
     """Place one model on the servers of `group`. Collective over the group's `comm`.
 
-    Returns the layout, and the most bytes of a piece of a message. `server` is the `Server` object
+    Returns the layout, the most bytes of a piece of a message, and what the ranks of this host
+    share. `server` is the `Server` object
     of this rank, or None if this rank is no server; `taken` has the names of the models that the
     group already has. Raises as `ServerGroup.add`.
     """
@@ -82,23 +84,36 @@ def host_model(
     policies = {name: RowPolicy(*policy) for name, policy in policies.items()}
     layout = place_tensors(tensors, group.shares, policies)
 
+    share = None
+    if asked.kept is None:
+        here = node_ranks(group.comm, servers, workers)
+        share, why = share_memory(here, layout, piece, link.wait)
+        group.transports[asked.name] = "shared memory" if share is not None else f"messages: {why}"
+        link.doors = link.doors or share
+    memory = {} if share is None or server is None else share.parameters(link.comm.rank)
+
     def allocate() -> Hosted | None:
         if server is None:
             return None
         if asked.kept is not None:
             return Hosted(asked, asked.kept.shard, len(workers), asked.kept.copy, piece)
         shards = [
-            ServerShard(layout, index % len(servers), asked.optimizer, inits, asked.seed)
-            for index in (server.index, server.index - 1)[: 1 + group.replicated]
+            ServerShard(layout, index % len(servers), asked.optimizer, inits, asked.seed, room)
+            for index, room in ((server.index, memory), (server.index - 1, {}))[
+                : 1 + group.replicated
+            ]
         ]
         return Hosted(asked, shards[0], len(workers), shards[1] if shards[1:] else None, piece)
 
     hosted = link.run_on_all(f"{doing}: allocating", allocate)
     if server is not None:
         server.models.append(hosted)
+        if share is not None:
+            hosted.due.share = share
+            server.doors.open(len(server.models) - 1, share)
     if as_arrays:
         _send_values(link, layout, servers, workers[0], asked.model, hosted)
-    return layout, piece
+    return layout, piece, share
 
 
 def _policies(facts: Mapping) -> dict[str, RowPolicy]:

@@ -27,6 +27,8 @@ from .protocol import CHANGE, CLOCK, LEAVE, PULL, PUSH, Header, largest
 from .rows.unused_rows import ask_to_drop
 from .wire.bound_push_pull import BoundPushPull, bind
 from .wire.client_requests import ClientRequests
+from .wire.node_mail import exchanges
+from .wire.node_share import NodeShare
 from .wire.wire_pieces import WirePiece, cut_shard
 
 _BINDS = 8  # how often a client remembers the arrays of a push_pull that then do not come again
@@ -50,7 +52,9 @@ class Client:
     requests : ClientRequests
     """
 
-    def __init__(self, group, asked: Request, layout: ServerLayout, model: int, piece_bytes: int):
+    def __init__(
+        self, group, asked: Request, layout: ServerLayout, model: int, piece_bytes: int, share=None
+    ):
         self.name, self.layout, self.group = (name := asked.name), layout, group
         self._link, self._servers = group.link, group.server_ranks
         kinds = ("pull", "push", "clock of", "push_pull", "drop rows of")
@@ -64,7 +68,7 @@ class Client:
         self._bound: BoundPushPull | None = None
         self.asked = asked._replace(model={})  # without the memory of the arrays
         self.modes = ClientModes(self.asked, group.votes)
-        self.requests = self._requests(model, piece_bytes)
+        self.requests = self._requests(model, piece_bytes, share)
         self.versions = self.requests.versions
         self._staleness: Counter[int] = Counter()
         self._waits = {"server": 0.0, "worker": 0.0}
@@ -159,7 +163,9 @@ class Client:
             self._ask(PUSH | CLOCK | PULL, wanted, results, pushes, samples)
             if self._binds and not self.requests.streams(self.finished):
                 self._binds -= 1
-                self._bound = bind(self._link, self._servers, self.requests.whole, gradients, out)
+                whole, link = self.requests.whole, self._link
+                make = exchanges(link, self._servers, whole, self.requests.share)
+                self._bound = bind(link, whole, make, gradients, out)
         return results
 
     def _push_pull_again(self, bound: BoundPushPull, samples: int | None) -> dict:
@@ -173,7 +179,8 @@ class Client:
         )
         requests.silent.clear()
         self.versions[:] = [header.version for header in headers]
-        requests.queue.update(header.queue for header in headers)
+        for header in headers:
+            requests.queue[header.queue] += 1
         self._end_call(headers, waited, True, True)
         return bound.results()
 
@@ -304,19 +311,21 @@ class Client:
 
     # -- messages ------------------------------------------------------------------------
 
-    def _requests(self, model: int, piece_bytes: int) -> ClientRequests:
+    def _requests(self, model: int, piece_bytes: int, share: NodeShare | None) -> ClientRequests:
         """Return the requests for the present layout."""
         layout, numbers = self.layout, range(len(self._servers))
         self._names, self._binds = Selection(self.name, layout), _BINDS
         cuts = (cut_shard(layout, k, piece_bytes) for k in numbers)
         pieces: list[list[WirePiece]] = [each if len(each) > 1 else [] for each in cuts]
-        return ClientRequests(self._link, self._servers, model, self._names, pieces, self.modes)
+        return ClientRequests(
+            self._link, self._servers, model, self._names, pieces, self.modes, share
+        )
 
     def use_layout(self, layout: ServerLayout, servers: list[int], piece_bytes: int) -> None:
         """Ask the servers of another layout from now on, between two clocks."""
         self.layout, self._servers, before = layout, servers, self.requests
         self._bound = None
-        self.requests = self._requests(before.model, piece_bytes)
+        self.requests = self._requests(before.model, piece_bytes, None)
         self.requests.go_on_from(before)
         self.versions = self.requests.versions
 

@@ -93,6 +93,7 @@ class ServerGroup(OnlineShares):
         # `Split` blocks, but no rank waits long, because all ranks have just agreed on this call.
         split = comm.Split(0 if self.is_worker else MPI.UNDEFINED)
         self.workers = None if split == MPI.COMM_NULL else split
+        self.transports: dict[str, str] = {}
         atexit.register(self._left_open)
         if self.is_server:
             self._server = Server(
@@ -178,11 +179,12 @@ class ServerGroup(OnlineShares):
         name = asked.name
         # A colocated server must not answer for a model whose values have not arrived yet.
         with self._changes.changing(f"add {shown(name)}", self._clients):
-            self._layouts[name], piece = host_model(self, self._server, self._layouts, asked)
+            layout, piece, share = host_model(self, self._server, self._layouts, asked)
+            self._layouts[name] = layout
             number = self._changes.number()
         if not self.is_worker:
             return None
-        client = Client(self, asked, self._layouts[name], number, piece)
+        client = Client(self, asked, layout, number, piece, share)
         self._clients.append(client)
         return client
 
@@ -343,6 +345,7 @@ class ServerGroup(OnlineShares):
             "server": None if self._server is None else self._server.facts(),
             "clients": {client.name: client.stats for client in self._clients},
             "waits": dict(self.link.waits),
+            "transport": dict(self.transports),
         }
 
     # -- the end -----------------------------------------------------------------------

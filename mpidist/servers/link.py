@@ -148,6 +148,9 @@ class Link:
         self._sending: list[tuple[list[MPI.Request], np.ndarray, int]] = []
         self.receiving: set[Any] = set()  # messages and streams whose memory MPI uses
         self.moved = False
+        # Messages to the server of each rank, and from the worker of each rank to the server here.
+        self.sent, self.taken = [0] * self.comm.size, [0] * self.comm.size
+        self.doors: Any = None  # the first memory that this rank shares with others of its host
         self._pinned: list = []  # requests and buffers to keep if a wait fails
 
     # -- one call at a time ------------------------------------------------------------------
@@ -199,6 +202,7 @@ class Link:
         for start, stop in pieces(0, nbytes, protocol.MESSAGE_BYTES):
             view = [buffer[start:stop], MPI.BYTE]
             requests.append(self.comm.Isend(view, dest, self.tag + tag))
+        self.sent[dest] += tag == protocol.TO_SERVER
         for counters in (self.counters, events.total):
             counters.messages_sent += len(requests)
             counters.bytes_sent += nbytes
@@ -262,6 +266,11 @@ class Link:
             counters.bytes_sent += sent_bytes
             counters.messages_received += received
             counters.bytes_received += received_bytes
+
+    def count_shared(self, nbytes: int) -> None:
+        """Count bytes that this rank writes into memory that it shares with another rank."""
+        for counters in (self.counters, events.total):
+            counters.shared_bytes += nbytes
 
     # -- waiting -------------------------------------------------------------------------------
 

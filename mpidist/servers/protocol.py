@@ -170,8 +170,10 @@ class MessagePool:
             return self._idle.pop(best)[:nbytes]
         return np.empty(-(-max(nbytes, 1) // 4096) * 4096, np.uint8)[:nbytes]
 
-    def give(self, taken: np.ndarray) -> None:
-        """Return to the pool an array that `take` has returned."""
+    def give(self, taken: np.ndarray | None) -> None:
+        """Return to the pool an array that `take` has returned; None does nothing."""
+        if taken is None:
+            return
         assert taken.base is not None  # `take` returns a view
         self._idle.append(taken.base)
         if len(self._idle) > self.keep:
@@ -212,7 +214,9 @@ class Incoming:
             del self._requests[0]
             if not self._opened:
                 self._open(status.Get_count(MPI.BYTE))
-        self._link.receiving.discard(self)
+        if self in self._link.receiving:
+            self._link.receiving.remove(self)
+            self._link.taken[self.source] += self._tag == self._link.tag + TO_SERVER
         return True
 
     def _open(self, got: int) -> None:

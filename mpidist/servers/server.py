@@ -35,6 +35,7 @@ from .protocol import HEADER_BYTES, TO_SERVER, TO_WORKER, Header, Incoming
 from .replicas.shard_copies import ShardCopies
 from .rows.unused_rows import drop_rows
 from .votes import Votes
+from .wire.node_doors import ServerDoors
 from .wire.server_stream import PushStream
 
 _LOOK_SECONDS = 0.25
@@ -65,6 +66,7 @@ class Server:
         self.announced: list[int] = []  # ranks that already add or remove a model
         self.queue: Counter[int] = Counter()
         self.busy_seconds = 0.0
+        self.doors = ServerDoors(self)
         self.votes: Votes | None = None
         self.copies: ShardCopies | None = None
         self._present = set(range(len(workers)))  # the workers that have not left
@@ -95,7 +97,11 @@ class Server:
         Returns true if anything was done.
         """
         start = time.perf_counter()
-        acted = self._begin_receives() | self._finish_receives()
+        # After a message in shared memory, its worker waits for the answer, so that comes first.
+        heard = self.doors.listen()
+        while heard and self._answers and self._answers[0][2].box is not None:
+            self._next_answer()
+        acted = heard | self._begin_receives() | self._finish_receives()
         if self.copies is not None:
             self._answers += self.copies.listen()
             if not self._present:
@@ -105,7 +111,7 @@ class Server:
                 self._carry_out(self.models[number], actions)
         if self.index:
             for number, decision in self.decisions.heard():
-                self._run(self.models[number], self.models[number].gate.follow(decision))
+                self.run(self.models[number], self.models[number].gate.follow(decision))
                 self._check_pause()
         for model in self.models:
             if model.due:
@@ -114,7 +120,8 @@ class Server:
             model.due.send_more()
         self.link.reap()
         while self._answers and self.link.bytes_in_flight < ROOM_BYTES:
-            self.link.send(*self._next_answer(), TO_WORKER)
+            if (answer := self._next_answer()) is not None:
+                self.link.send(*answer, TO_WORKER)
             acted = True
         if acted:
             self.busy_seconds += time.perf_counter() - start
@@ -186,20 +193,7 @@ class Server:
         if not 0 <= header.model < len(self.models):
             raise ProtocolError(f"parameter server {self.index}: no model {header.model} here")
         model = self.models[header.model]
-        if model.removed is not None:
-            raise ProtocolError(
-                f"parameter server {self.index}: worker {worker} calls the removed {model.name!r}"
-            )
-        asks = bool(header.flags & protocol.PULL)
-        operation = self.link.trail.begin(kind, rank, model.name, header.clock, open=asks)
-        clock = model.gate.clocks[worker]
-        if header.clock != clock:
-            raise ProtocolError(
-                f"parameter server {self.index}: worker {worker} is at clock {header.clock} of "
-                f"{model.name!r}, expected {clock}"
-            )
-        if header.note1 and self.link.on_note is not None:
-            self.link.on_note(rank, (header.note0, header.note1))
+        operation = self.begin(header.flags, worker, header, model)
         if header.flags & protocol.DROP:
             drop_rows(self.link, model, rank, header)
             return False
@@ -207,7 +201,7 @@ class Server:
         message = buffer[: header.total]
         if header.flags & protocol.CHANGE:
             model.changes.hear(worker, message[HEADER_BYTES:].tobytes(), self.workers)
-            self._run(model, model.changes.due())
+            self.run(model, model.changes.due())
             return False
         push_parts, words_at = self._selection(model, message, HEADER_BYTES, header.push_words)
         pull_parts, data_at = self._selection(model, message, words_at, header.pull_words)
@@ -226,7 +220,7 @@ class Server:
             actions += model.gate.push(worker, push, bool(header.gap))
         if header.flags & protocol.CLOCK:
             if model.changes:
-                model.changes.check_tick(worker, clock, self.workers)
+                model.changes.check_tick(worker, header.clock, self.workers)
             actions += model.gate.tick(worker)
         if header.flags & protocol.PULL:
             # A push in pieces is answered in pieces as they are updated, and then by a header.
@@ -236,8 +230,26 @@ class Server:
         if header.flags & protocol.LEAVE:
             left = model.gate.leave(worker)
             actions += [*model.changes.due(), *left]
-        self._run(model, actions)
+        self.run(model, actions)
         return bool(header.flags & protocol.PUSH)
+
+    def begin(self, flags: int, worker: int, header: Header, model: Hosted) -> list:
+        """Check the model and the clock of a message, and record it; return the record."""
+        if model.removed is not None:
+            raise ProtocolError(
+                f"parameter server {self.index}: worker {worker} calls the removed {model.name!r}"
+            )
+        rank, kind, asks = self.workers[worker], protocol.SERVED[flags], bool(flags & protocol.PULL)
+        operation = self.link.trail.begin(kind, rank, model.name, header.clock, open=asks)
+        clock = model.gate.clocks[worker]
+        if header.clock != clock:
+            raise ProtocolError(
+                f"parameter server {self.index}: worker {worker} is at clock {header.clock} of "
+                f"{model.name!r}, expected {clock}"
+            )
+        if header.note1 and self.link.on_note is not None:
+            self.link.on_note(rank, (header.note0, header.note1))
+        return operation
 
     def _selection(self, model: Hosted, message, at: int, words: int) -> tuple[list, int]:
         """Return the tensor parts that a message lists from byte `at` on, and the list's end."""
@@ -251,7 +263,8 @@ class Server:
 
     # -- updates and answers ---------------------------------------------------------------
 
-    def _run(self, model: Hosted, actions: Sequence[Action]) -> None:
+    def run(self, model: Hosted, actions: Sequence[Action]) -> None:
+        """Carry out what a model's gate allows, after the other servers have been told."""
         if model.gate.decisions:
             self.decisions.tell(self.models.index(model), model.gate)
         if self.copies is not None:
@@ -308,8 +321,10 @@ class Server:
                     self._answers.append(answer)
         return bool(done)
 
-    def _next_answer(self) -> tuple[np.ndarray, int, int]:
+    def _next_answer(self) -> tuple[np.ndarray, int, int] | None:
         """Write the next answer; return its buffer, its size in bytes, and its receiver.
+
+        Returns None for an answer in memory that the worker shares.
 
         `ConsistencyGate` decides when a pull may be answered. An answer also contains the updates
         made between the permission of `ConsistencyGate` and the writing of the answer. In
@@ -322,19 +337,17 @@ class Server:
         whole = pull.parts is model.whole.parts
         nbytes = model.whole.nbytes if whole else data_bytes(shard.layout, pull.parts)
         total = HEADER_BYTES + nbytes
+        record, clock = model.record, model.gate.clocks[worker]
+        header = (
+            protocol.PULL, 0, clock, total, 0, 0, -1, shard.version, gap, held,
+            record.newest[worker], pull.queue, record.dropped[worker], 0,
+        )  # fmt: skip
+        if pull.box is not None:
+            model.keep(worker, pull.parts)
+            pull.operation[OPEN] = False
+            return pull.box.write(*header)
         buffer = self.link.pool.take(total)
-        header = Header(
-            protocol.PULL,
-            clock=model.gate.clocks[worker],
-            total=total,
-            version=shard.version,
-            gap=gap,
-            held_ns=held,
-            staleness=model.record.newest[worker],
-            queue=pull.queue,
-            note0=model.record.dropped[worker],
-        )
-        header.write(buffer)
+        protocol.write_header(buffer, *header)
         if whole:
             for part, view in model.whole.views(buffer, HEADER_BYTES):
                 view[...] = shard.values(part)

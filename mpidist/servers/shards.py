@@ -95,6 +95,8 @@ def _initial_rows(out: np.ndarray, tensor: Tensor, server: int, init, seed: int)
 class ServerShard:
     """The part of one model that one server holds: its parameters and optimizer state.
 
+    `memory` has arrays for the parameters of some tensors, by number, which others may read.
+
     Attributes
     ----------
     parameters : dict
@@ -109,14 +111,20 @@ class ServerShard:
         The open tables, by the numbers of their tensors.
     """
 
-    def __init__(self, layout: ServerLayout, server: int, optimizer, inits: Mapping, seed: int):
+    def __init__(
+        self, layout: ServerLayout, server: int, optimizer, inits: Mapping, seed: int,
+        memory: Mapping[int, np.ndarray] | None = None,
+    ):  # fmt: skip
         self.server, self.version, self.clock = server, 0, 0
         self.parameters: dict[str, np.ndarray] = {}
         self.open: dict[int, OpenTable] = {}
+        self._memory = dict(memory or {})
         self._place(layout)
         for tensor, start, stop in layout.pieces[server]:
             name, _, dtype, *_ = layout.tensors[tensor]
-            array = self.parameters[self._keys[tensor]] = np.empty(stop - start, dtype)
+            if (array := self._memory.get(tensor)) is None:
+                array = np.empty(stop - start, dtype)
+            self.parameters[self._keys[tensor]] = array
             init = inits.get(name, ("zeros", 0.0))
             if layout.tensors[tensor].open is not None:
                 self.open[tensor] = OpenTable(self, layout.tensors[tensor], init, seed)
@@ -136,6 +144,7 @@ class ServerShard:
     def divide_anew(self, layout: ServerLayout) -> None:
         """Use another layout, whose pieces are in `parameters` and `state` under their new keys."""
         self._place(layout)
+        self._memory = {}  # messages are sent from now on
         self.parameters = {key: self.parameters[key] for key in self._keys.values()}
         self.use(self.optimizer)
 
@@ -228,6 +237,10 @@ class ServerShard:
         parameters = {key: self.parameters[key] for key in self.parameters if key in gradients}
         self.optimizer.update(gradients, self.state, parameters, **extra)
         self.parameters |= parameters  # the optimizer may have put new arrays there
+        for tensor, array in self._memory.items():
+            if self.parameters[self._keys[tensor]] is not array:
+                array[...] = self.parameters[self._keys[tensor]]
+                self.parameters[self._keys[tensor]] = array
         self.version += 1
 
     # -- updates piece by piece ------------------------------------------------------------

@@ -10,7 +10,7 @@ import mpidist as md
 from mpidist.errors import MpidistError, ProtocolError
 from mpidist.servers import protocol
 from mpidist.servers.layout.placement import place_tensors
-from mpidist.servers.wire import wire_pieces
+from mpidist.servers.wire import node_share, wire_pieces
 from mpidist.servers.wire.wire_pieces import WINDOW, cut_shard
 
 OPTIMIZERS = {
@@ -22,17 +22,20 @@ OPTIMIZERS = {
 }
 SHAPES = {"a": (37, 5), "b": (3,), "c": (), "d": (301,), "e": (2, 2)}
 STEPS = 6
+SHARED = (512, 300, 16)  # limits with which pieces go through memory that the ranks share
 
 
 @contextmanager
-def pieces_of(nbytes):
-    """Pieces of so many bytes; a huge number means whole messages."""
+def pieces_of(nbytes, shared=False):
+    """Pieces of so many bytes; a huge number means whole messages. Maybe in shared memory."""
     before = wire_pieces.PIECE_BYTES, wire_pieces.NODE_PIECE_BYTES
     wire_pieces.PIECE_BYTES = wire_pieces.NODE_PIECE_BYTES = nbytes
+    node_share.enabled = shared
     try:
         yield
     finally:
         wire_pieces.PIECE_BYTES, wire_pieces.NODE_PIECE_BYTES = before
+        node_share.enabled = True
 
 
 def model(dtype="f4"):
@@ -80,7 +83,7 @@ def trained(comm, limit, seed, samples, optimizer, servers, placement="dedicated
     """The parameters and the optimizer's state on the servers in the end, as bytes."""
     found = {}
     with (
-        pieces_of(limit),
+        pieces_of(limit, shared=limit in SHARED),
         md.ServerGroup(comm, servers=servers, placement=placement) as group,
     ):
         client = group.add("m", model(), optimizer=OPTIMIZERS[optimizer])
@@ -106,7 +109,7 @@ def test_the_bits_of_whole_messages(comm, optimizer):
     samples = optimizer != "momentum"
     for servers in sorted({1, comm.size // 2, comm.size - 1}):
         whole = trained(comm, 1 << 40, 0, samples, optimizer, servers)
-        for limit in (40, 512):
+        for limit in (40, 512, 16):
             assert trained(comm, limit, 0, samples, optimizer, servers) == whole
 
 
@@ -117,7 +120,7 @@ def test_any_calls_in_one_clock(comm, seed):
     servers = 1 + seed % max(1, comm.size - 1)
     optimizer = sorted(OPTIMIZERS)[seed % 3]
     whole = trained(comm, 1 << 40, seed, True, optimizer, servers)
-    for limit in (16, 300):
+    for limit in (17, 300, 16):
         assert trained(comm, limit, seed, True, optimizer, servers) == whole
 
 
@@ -127,7 +130,7 @@ def test_colocated(comm, seed):
     """A rank that sends pieces to itself and to others."""
     for servers in sorted({1, comm.size}):
         whole = trained(comm, 1 << 40, seed, False, "adam", servers, "colocated")
-        for limit in (16, 300):
+        for limit in (17, 300):
             assert trained(comm, limit, seed, False, "adam", servers, "colocated") == whole
 
 
@@ -138,10 +141,10 @@ def test_dtypes(comm, dtype):
     if dtype == "bfloat16":
         dtype = pytest.importorskip("ml_dtypes").bfloat16
     ends = []
-    for limit in (1 << 40, 10):
+    for limit, shared in ((1 << 40, False), (10, False), (12, True)):
         params = model(dtype)
         with (
-            pieces_of(limit),
+            pieces_of(limit, shared),
             md.parameter_server(comm, params, optimizer=md.optim.sgd(0.3)) as client,
         ):
             if client is not None:
@@ -153,7 +156,7 @@ def test_dtypes(comm, dtype):
                     }
                     client.push_pull(gradients, out=params, samples=3)
         ends.append({name: array.tobytes() for name, array in params.items()})
-    assert ends[0] == ends[1]
+    assert ends[0] == ends[1] == ends[2]
 
 
 def served_again(comm, consistency, fresh, odd):
@@ -182,8 +185,10 @@ def served_again(comm, consistency, fresh, odd):
                 got = client.pull()
                 seen.append([got[name].tobytes() for name in SHAPES])
             stats = client.stats
-            keys = ("clocks", "gaps", "staleness", "messages_sent", "bytes_received", "versions")
-            seen.append([str(stats[key]) for key in keys])
+            sent, got = stats["messages_sent"], stats["bytes_received"]
+            counts = [stats[key] for key in ("clocks", "gaps", "staleness", "versions")]
+            seen.append([counts, sent, got][: 1 if node_share.enabled else None])
+            assert (stats["shared_bytes"] > 0) == (node_share.enabled and not fresh)
             assert (client._bound is not None) or fresh
     return seen
 
@@ -191,9 +196,11 @@ def served_again(comm, consistency, fresh, odd):
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("consistency", [md.BSP(), md.SSP(0)], ids=str)
 @pytest.mark.parametrize("odd", [False, True])
-def test_the_same_arrays_again(comm, consistency, odd):
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_same_arrays_again(comm, consistency, odd, shared):
     """What a client remembers of its arrays changes no value and no count."""
-    again, fresh = (served_again(comm, consistency, fresh, odd) for fresh in (False, True))
+    with pieces_of(wire_pieces.PIECE_BYTES, shared):
+        again, fresh = (served_again(comm, consistency, fresh, odd) for fresh in (False, True))
     assert again == fresh
 
 
@@ -323,11 +330,12 @@ def test_messages_and_memory(comm):
         assert len(link.pool._idle) <= 3 * WINDOW + 6
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.ranks(4)
-def test_a_pull_is_of_one_version(comm):
+def test_a_pull_is_of_one_version(comm, shared):
     """R20: all pieces of an answer have the same updates, whoever is slow."""
     size = 4000
-    with pieces_of(256), md.ServerGroup(comm, servers=1) as group:
+    with pieces_of(256, shared), md.ServerGroup(comm, servers=1) as group:
         client = group.add("m", {"x": ((size,), "f8")}, optimizer=md.optim.sgd(1.0))
         if client is None:
             return
@@ -341,10 +349,11 @@ def test_a_pull_is_of_one_version(comm):
                 assert set(client.pull()["x"]) == {step + 1.0}
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.ranks(3)
-def test_a_pause_between_pushes_in_pieces(comm):
+def test_a_pause_between_pushes_in_pieces(comm, shared):
     """A server loads other values in a pause, and the pieces of later answers have them."""
-    with pieces_of(64), md.ServerGroup(comm, servers=1) as group:
+    with pieces_of(64, shared), md.ServerGroup(comm, servers=1) as group:
         client = group.add("m", {"x": np.zeros(100)}, optimizer=md.optim.adam(0.5))
         if client is None:
 
@@ -363,10 +372,11 @@ def test_a_pause_between_pushes_in_pieces(comm):
             assert (client.push_pull({"x": np.zeros(100)})["x"] == 100.0 * step).all()
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.ranks(3)
-def test_push_in_pieces_and_two_models(comm):
+def test_push_in_pieces_and_two_models(comm, shared):
     """Two models at once, one of them small and one asynchronous."""
-    with pieces_of(128), md.ServerGroup(comm, servers=1) as group:
+    with pieces_of(128, shared), md.ServerGroup(comm, servers=1) as group:
         big = group.add("big", {"x": np.zeros(999)}, optimizer=md.optim.sgd(1.0))
         small = group.add("small", {"x": np.zeros(3)}, optimizer=md.optim.sgd(1.0))
         free = group.add(
@@ -400,14 +410,15 @@ class Failing:
             parameters[name] -= gradients[name]
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
-def test_an_optimizer_that_raises_between_two_pieces(comm, own, placement):
+def test_an_optimizer_that_raises_between_two_pieces(comm, own, placement, shared):
     """All ranks get the error, and none waits for the rest of the pieces."""
     start = time.monotonic()
     with (  # noqa: PT012
         pytest.raises((FloatingPointError, MpidistError), match="the optimizer gave up"),
-        pieces_of(64),
+        pieces_of(64, shared),
         md.parameter_server(
             own, {"x": np.zeros(50)}, servers=[3], optimizer=Failing(), placement=placement
         ) as client,
@@ -436,9 +447,12 @@ class Rebinding:
 def test_an_optimizer_that_makes_new_arrays(comm):
     """What it has made is not lost, also where whole updates come between."""
     ends = []
-    for limit in (1 << 40, 64):
+    for limit in (1 << 40, 64, 300):
         x = {"x": np.zeros(50)}
-        with pieces_of(limit), md.parameter_server(comm, x, optimizer=Rebinding()) as client:
+        with (
+            pieces_of(limit, limit in SHARED),
+            md.parameter_server(comm, x, optimizer=Rebinding()) as client,
+        ):
             if client is not None:
                 me = client.group.workers.rank
                 for step in range(6):
@@ -450,7 +464,7 @@ def test_an_optimizer_that_makes_new_arrays(comm):
                     else:
                         client.push_pull(gradients, out=x)
         ends.append(x["x"].tolist())
-    assert ends[0] == ends[1]
+    assert ends[0] == ends[1] == ends[2]
 
 
 @pytest.mark.ranks(3)

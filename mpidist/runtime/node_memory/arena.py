@@ -16,9 +16,9 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import chain
+from itertools import accumulate, chain
 from math import prod
 from operator import index
 from pathlib import Path
@@ -54,8 +54,8 @@ class Segment:
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
-    nbytes : int
-        Equal on all ranks.
+    nbytes : int, or sequence of int
+        The bytes of every rank, or of each rank. Equal on all ranks.
     wait : callable
         A function that waits until a test returns true, such as ``context.wait``.
 
@@ -65,23 +65,27 @@ class Segment:
         The bytes of each rank, aligned to pages.
     """
 
-    def __init__(self, comm: MPI.Comm, nbytes: int, wait: Wait):
-        each = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+    def __init__(self, comm: MPI.Comm, nbytes: int | Sequence[int], wait: Wait):
+        sizes = [nbytes] * comm.size if isinstance(nbytes, int) else nbytes
+        pages = [-(-max(size, 1) // mmap.PAGESIZE) for size in sizes]
+        stops = [page * mmap.PAGESIZE for page in accumulate(pages)]
+        starts, total = [0, *stops[:-1]], stops[-1]
         memory = np.empty(0, np.uint8)
         with ExitStack() as files:  # closes the file; the mapping keeps the memory alive
-            file, problem = _open_together(comm, each * comm.size, wait, files)
+            file, problem = _open_together(comm, total, wait, files)
             try:
                 if file is not None:
                     # The rank that allocates a page decides on which memory bank the page lies, so
                     # each rank allocates its own part.
-                    os.posix_fallocate(file, each * comm.rank, each)
-                    memory = np.frombuffer(mmap.mmap(file, each * comm.size), np.uint8)
+                    start, stop = starts[comm.rank], stops[comm.rank]
+                    os.posix_fallocate(file, start, stop - start)
+                    memory = np.frombuffer(mmap.mmap(file, total), np.uint8)
             except OSError as error:
-                problem = f"{each * comm.size} bytes in {_FOLDER}: {error.strerror}"
+                problem = f"{total} bytes in {_FOLDER}: {error.strerror}"
         problem = first_problem(comm, problem, wait)
         if problem:
             raise ConfigError(f"no memory shared by the {comm.size} ranks of a node: {problem}")
-        self.parts = [memory[k * each : (k + 1) * each] for k in range(comm.size)]
+        self.parts = [memory[start:stop] for start, stop in zip(starts, stops, strict=True)]
 
 
 def _open_together(comm, nbytes: int, wait: Wait, files: ExitStack) -> tuple[int | None, str]:

@@ -29,6 +29,7 @@ class OnlineShares:
     _clients: list[Client]
     _server: Server | None
     _changes: ModelChanges
+    transports: dict[str, str]
     _pause: Callable[[Any], None]
     _workers: Callable[[str], Any]
 
@@ -100,6 +101,8 @@ class OnlineShares:
         begins = self._server is None and now.server is not None
         self.server_ranks, self.shares, self._server = now.servers, now.shares, now.server
         self._layouts |= now.layouts
+        why = "messages: the servers have changed"
+        self.transports = dict.fromkeys(self.transports, why)
         if begins and now.server is not None:
             self.is_server, self._changes.server = True, now.server
             self.link.background = _both(self.link.background, now.server)

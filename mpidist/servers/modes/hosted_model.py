@@ -25,10 +25,11 @@ from .push_record import PulledCopies, PushRecord
 class Push(NamedTuple):
     """A push that the server has not applied yet, with the buffer of the push's message.
 
-    `parts` are those of the message, or the `PushStream` that receives them.
+    Without a `buffer`, the push is in memory of its worker. `parts` are those of the message, or
+    the `PushStream` that receives them.
     """
 
-    buffer: np.ndarray
+    buffer: np.ndarray | None
     parts: Any
     samples: int  # -1 if the worker gave no number
     seen: int  # the shard's version at the worker's newest pull
@@ -42,6 +43,7 @@ class Pull(NamedTuple):
     queue: int
     operation: list
     pieces: bool = False  # whether all parameters are sent in pieces, after a header
+    box: Any = None  # the `MailBox` of the worker, if the answer is written there
 
 
 class Hosted:

@@ -6,7 +6,7 @@ client remembers them with the arrays of a call. The messages are those of any o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,27 +21,33 @@ from ..layout.placement import ServerLayout
 from ..layout.routing import WholeShard
 from ..link import Link
 from ..protocol import ALL, HEADER_BYTES, TO_SERVER, TO_WORKER, Header, read_header, write_header
+from .node_share import SMALL_BYTES
 
-#: The most bytes of a model whose arrays are remembered. The messages stay in memory.
-BOUND_BYTES = 256 << 10
-
-_FLAGS = protocol.PUSH | protocol.CLOCK | protocol.PULL
+#: What the server must do with such a message.
+FLAGS = protocol.PUSH | protocol.CLOCK | protocol.PULL
 
 
 class BoundExchange:
     """The messages to one server and back, in memory that is used again."""
 
-    def __init__(self, rank: int, shard: WholeShard, gradients: Mapping, out: Mapping):
+    by_messages = True
+
+    def __init__(
+        self, rank: int, shard: WholeShard, gradients: Mapping, out: Mapping,
+        memory: tuple[np.ndarray, np.ndarray] | None = None,
+    ):  # fmt: skip
         self.rank = rank
         nbytes = HEADER_BYTES + shard.nbytes
         self.push, self.answer = np.zeros(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+        if memory is not None:
+            self.push, self.answer = memory
         self.packs: list[tuple[np.ndarray, np.ndarray]] = []
         self.unpacks: list[tuple[np.ndarray, np.ndarray]] = []
-        for memory, arrays, copies in (
+        for room, arrays, copies in (
             (self.push, gradients, self.packs),
             (self.answer, out, self.unpacks),
         ):
-            for part, view in shard.views(memory, HEADER_BYTES):
+            for part, view in shard.views(room, HEADER_BYTES):
                 tensor, start, stop = part.piece
                 copies.append((view, arrays[tensor][start:stop]))
         kinds = {view.dtype for view, _ in self.packs}
@@ -60,12 +66,33 @@ class BoundExchange:
         # The answer's receive comes first, so that MPI need not buffer the answer.
         memory = [self.answer, MPI.BYTE]
         self.received = link.comm.Irecv(memory, self.rank, link.tag + TO_WORKER)
-        self.operation = link.trail.begin(protocol.NAMES[_FLAGS], self.rank, name, clock)
+        self.operation = link.trail.begin(protocol.NAMES[FLAGS], self.rank, name, clock)
         total = self.push.size
         write_header(
-            self.push, _FLAGS, model, clock, total, ALL, ALL, samples, 0, entered, 0, 0, 0, *note
+            self.push, FLAGS, model, clock, total, ALL, ALL, samples, 0, entered, 0, 0, 0, *note
         )  # fmt: skip
         self.sent = link.comm.Isend([self.push, MPI.BYTE], self.rank, link.tag + TO_SERVER)
+        link.sent[self.rank] += 1
+
+    def is_here(self, status: MPI.Status) -> bool:
+        """Whether the answer is here, and the push is sent. Copies the answer, once."""
+        if self.operation[OPEN]:
+            if not test_one(self.received, status):
+                return False
+            self.take(status.Get_count(MPI.BYTE))
+        return test_one(self.sent, status)
+
+    def take(self, nbytes: int) -> None:
+        """Copy the parameters in an answer of `nbytes` bytes."""
+        self.header = header = read_header(self.answer, nbytes, self.rank)
+        if header.total != self.answer.size:
+            raise ProtocolError(
+                f"parameter server: rank {self.rank} answers {header.total} bytes, expected "
+                f"{self.answer.size}"
+            )
+        self.operation[OPEN] = False
+        for view, target in self.unpacks:
+            target[...] = view
 
 
 class BoundPushPull:
@@ -75,8 +102,8 @@ class BoundPushPull:
     ----------
     link : Link
     layout : ServerLayout
-    servers : mapping
-        What each server holds, by its rank.
+    make : sequence of callable
+        For each server, returns its `BoundExchange` of flat gradients and results.
     gradients, out : mapping of str to ndarray
         C-contiguous arrays of all tensors, in the dtypes of the tensors.
     """
@@ -85,7 +112,7 @@ class BoundPushPull:
         self,
         link: Link,
         layout: ServerLayout,
-        servers: Mapping[int, WholeShard],
+        make: Sequence[Callable[[Mapping, Mapping], BoundExchange]],
         gradients: Mapping,
         out: Mapping,
     ):
@@ -98,10 +125,11 @@ class BoundPushPull:
             {number: arrays[t.name].reshape(-1) for number, t in enumerate(layout.tensors)}
             for arrays in (gradients, out)
         ]
-        self._exchanges = [BoundExchange(rank, shard, *flat) for rank, shard in servers.items()]
+        self._exchanges = [each(*flat) for each in make]
         self._open: list[BoundExchange] = []
         self._status = MPI.Status()
-        self._nbytes = sum(one.push.size for one in self._exchanges)
+        sent = [one.push.size for one in self._exchanges if one.by_messages]
+        self._number, self._nbytes = len(sent), sum(sent)
 
     def fits(self, gradients: Any, out: Any) -> bool:
         """Whether these are the arrays of this object, and nobody has changed their form."""
@@ -149,8 +177,8 @@ class BoundPushPull:
         for one in self._exchanges:
             one.post(link, name, model, clock, count, entered, note)
             note = (0, 0)
-        number, nbytes = len(self._exchanges), self._nbytes
-        link.count_pieces(number, nbytes, number, nbytes)
+        if self._number:
+            link.count_pieces(self._number, self._nbytes, self._number, self._nbytes)
         waited = link.wait(self._all_here, self._missing)
         link.receiving.discard(self)
         return waited, [one.header for one in self._exchanges]
@@ -165,35 +193,22 @@ class BoundPushPull:
     def _all_here(self) -> bool:
         status = self._status
         while self._open:
-            one = self._open[-1]
-            if one.operation[OPEN]:
-                if not test_one(one.received, status):
-                    return False
-                one.header = header = read_header(one.answer, status.Get_count(MPI.BYTE), one.rank)
-                if header.total != one.answer.size:
-                    raise ProtocolError(
-                        f"parameter server: rank {one.rank} answers {header.total} bytes, expected "
-                        f"{one.answer.size}"
-                    )
-                one.operation[OPEN] = False
-                for view, target in one.unpacks:
-                    target[...] = view
-            if not test_one(one.sent, status):
+            if not self._open[-1].is_here(status):
                 return False
             self._open.pop()
         return True
 
 
 def bind(
-    link: Link, ranks: Sequence[int], shards: Sequence[WholeShard], gradients: Any, out: Any
+    link: Link, shards: Sequence[WholeShard], make: Sequence[Callable], gradients: Any, out: Any
 ) -> BoundPushPull | None:
     """Return a `BoundPushPull` of these arrays, or None if their messages are not simple enough.
 
-    `shards` has what each of the servers `ranks` holds.
+    `shards` has what each server holds, and `make` is as in `BoundPushPull`.
     """
-    servers, layout = dict(zip(ranks, shards, strict=True)), shards[0].layout
-    sizes = [HEADER_BYTES + shard.nbytes for shard in servers.values()]
-    if sum(sizes) > BOUND_BYTES or max(sizes) > protocol.MESSAGE_BYTES:
+    layout = shards[0].layout
+    sizes = [HEADER_BYTES + shard.nbytes for shard in shards]
+    if sum(sizes) > SMALL_BYTES or max(sizes) > protocol.MESSAGE_BYTES:
         return None
     if out is None or not len(gradients) == len(out) == len(layout.tensors):
         return None
@@ -203,4 +218,4 @@ def bind(
             plain = type(array) is np.ndarray and array.flags.c_contiguous and not tensor.dealt
             if not plain or array.dtype != tensor.dtype or array.shape != tensor.shape:
                 return None
-    return BoundPushPull(link, layout, servers, gradients, out)
+    return BoundPushPull(link, layout, make, gradients, out)

@@ -39,6 +39,8 @@ from ..protocol import (
     selection_words,
 )
 from .client_stream import ClientStream, is_here, whole_push
+from .node_share import NodeShare
+from .node_stream import NodeClientStream
 from .wire_pieces import WirePiece
 
 #: A worker asks each server at least once in `SILENT` clocks, and asks all servers when it has
@@ -64,6 +66,8 @@ class ClientRequests:
         What each server sends and receives in pieces; empty for whole messages.
     modes : ClientModes
         The consistency mode of each clock.
+    share : NodeShare or None
+        The memory that this rank shares with servers of its host.
 
     Attributes
     ----------
@@ -88,7 +92,9 @@ class ClientRequests:
         names: Selection,
         pieces: Sequence[list[WirePiece]],
         modes: Any,
+        share: NodeShare | None = None,
     ):
+        self.share = share
         self.link, self.servers, self.model = link, servers, model
         self.layout, self._names, self._pieces = names.layout, names, pieces
         self.whole = [routing.WholeShard(self.layout, k) for k in range(len(servers))]
@@ -212,7 +218,11 @@ class ClientRequests:
                 incoming = self.link.receive(rank, TO_WORKER, HEADER_BYTES)
                 push = pushes if gradients is None else PIECES
                 operation = self.post(server, flags, pushes=push, samples=samples, pull=PIECES)
-                stream = ClientStream(self.link, rank, self.layout, pieces, flat, gradients)
+                stream: Any
+                if self.share is not None and (pair := self.share.pair(self.link.comm.rank, rank)):
+                    stream = NodeClientStream(self.link, self.layout, pieces, pair, flat, gradients)
+                else:
+                    stream = ClientStream(self.link, rank, self.layout, pieces, flat, gradients)
                 expected[server] = [], incoming, operation, stream
                 continue
             parts, words = routes[server]

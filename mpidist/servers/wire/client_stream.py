@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -20,6 +21,7 @@ from ..layout.placement import ServerLayout
 from ..layout.routing import has_all
 from ..link import Link
 from ..protocol import PIECE_DOWN, PIECE_UP, Incoming, check_piece
+from .node_stream import NodeClientStream
 from .wire_pieces import WirePiece, allowed
 
 
@@ -123,8 +125,10 @@ class ClientStream:
             yield raw, slice(at, at + raw.size)
 
 
-def is_here(parts, incoming: Incoming, operation, stream: ClientStream | None) -> bool:
+def is_here(parts, incoming: Incoming, operation, stream: Any) -> bool:
     """Whether an answer has arrived, and its pieces if it has some."""
+    if isinstance(stream, NodeClientStream):
+        return stream.is_here(incoming)
     return (stream is None or stream.progress()) and incoming.test()
 
 

@@ -16,6 +16,8 @@ from typing import Any
 from ..consistency import Action, Apply
 from ..link import Link
 from ..shards import ServerShard
+from .node_share import NodeShare
+from .node_stream import NodePushStream
 from .server_stream import AnswerSends, PullStream, PushStream, ShardPieces, StreamedUpdate
 
 
@@ -26,10 +28,13 @@ class DueActions:
     ----------
     update : StreamedUpdate or None
         The update in pieces that is under way, or that has just ended.
+    share : NodeShare or None
+        The memory that workers of this host share with this server.
     """
 
     def __init__(self, shard: ServerShard, piece_bytes: int):
         self.update: StreamedUpdate | None = None
+        self.share: NodeShare | None = None
         self._shard, self._pieces = shard, ShardPieces(shard, piece_bytes)
         self._actions: deque[Action] = deque()
         self._pulls: list[PullStream] = []
@@ -48,10 +53,14 @@ class DueActions:
         """Begin to receive a push in pieces."""
         if self._sends is None:
             self._sends = AnswerSends(link)
+        if self.share is not None and (pair := self.share.pair(source, link.comm.rank)):
+            return NodePushStream(source, pair)
         return PushStream(link, source, self._pieces.pieces)
 
     def send(self, link: Link, rank: int) -> None:
         """Begin to send all parameters in pieces; no update is due before they have arrived."""
+        if self.share is not None and self.share.has(rank, link.comm.rank):
+            return  # the worker copies them
         self._pulls.append(PullStream(link, rank, self._pieces))
 
     def send_more(self) -> None:

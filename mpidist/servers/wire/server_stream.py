@@ -41,7 +41,11 @@ class PushStream:
     source : int
     here : int
         How many pieces have arrived.
+    by_messages : bool
+        Whether the worker gets the answer in messages.
     """
+
+    by_messages = True
 
     def __init__(self, link: Link, source: int, pieces: Sequence[WirePiece]):
         self.source, self.here = source, 0
@@ -291,7 +295,7 @@ class StreamedUpdate:
         self._shard, self._all, self._sends = shard, pieces, sends
         self._next, self._number = 0, len(pieces.pieces)
         self._streams = [push for _, push in pushes if isinstance(push, PushStream)]
-        self._ranks = [stream.source for stream in self._streams]
+        self._ranks = [stream.source for stream in self._streams if stream.by_messages]
         live = [(share, push) for share, push in pushes if share]
         self.updates = bool(live)
         whole = [(share, push) for share, push in live if not isinstance(push, PushStream)]
@@ -305,7 +309,7 @@ class StreamedUpdate:
             for share, push in live
         ]
         pieces.begin()
-        times, nbytes = len(self._streams), sum(piece.nbytes for piece in pieces.pieces)
+        times, nbytes = len(self._ranks), sum(piece.nbytes for piece in pieces.pieces)
         number, nbytes = times * self._number, times * nbytes
         sends.link.count_pieces(number, nbytes, number, nbytes)
 

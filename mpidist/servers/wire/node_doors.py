@@ -1,0 +1,104 @@
+"""A server's side of small messages in memory that it shares with workers: see `node_mail`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..modes.hosted_model import Pull, Push
+from ..protocol import HEADER_BYTES, read_header, write_header
+from .bound_push_pull import FLAGS
+from .node_mail import ANSWERED, MODEL, RUNG, SENT
+from .node_share import NodePair, NodeShare
+
+
+class MailBox(NamedTuple):
+    """A worker's messages for one model on this server.
+
+    `parts` are those of the push, and `values` those of the answer.
+    """
+
+    model: Any
+    push: np.ndarray
+    answer: np.ndarray
+    parts: list
+    values: list
+    door: ServerDoor
+
+    def write(self, *fields: int) -> None:
+        """Write the answer, with these fields of the header, and tell the worker."""
+        shard = self.model.shard
+        write_header(self.answer, *fields)
+        for part, view in self.values:
+            view[...] = shard.values(part)
+        self.door.answered[ANSWERED] = self.door.heard
+
+
+class ServerDoor:
+    """Where one worker of this host rings at this server."""
+
+    def __init__(self, worker: int, rank: int, pair: NodePair):
+        self.worker, self.rank = worker, rank
+        self.rung, self.answered = pair.rung, pair.answered
+        self.heard = 0
+
+
+class ServerDoors:
+    """All doors of a server, for all models of its group.
+
+    Parameters
+    ----------
+    server : Server
+    """
+
+    def __init__(self, server: Any):
+        self._server = server
+        self._doors: list[ServerDoor] = []
+        self._boxes: dict[tuple[int, int], MailBox] = {}
+
+    def open(self, number: int, share: NodeShare) -> None:
+        """Let the workers of this host send messages for model `number` through `share`."""
+        server, link = self._server, self._server.link
+        if not self._doors:
+            for worker, rank in enumerate(server.workers):
+                if (pair := link.doors.pair(rank, link.comm.rank)) is not None:
+                    self._doors.append(ServerDoor(worker, rank, pair))
+        model = server.models[number]
+        for door in self._doors:
+            pair = share.pair(door.rank, link.comm.rank)
+            if pair is not None and pair.push is not None and pair.answer is not None:
+                parts = model.whole.views(pair.push, HEADER_BYTES)
+                values = model.whole.views(pair.answer, HEADER_BYTES)
+                box = MailBox(model, pair.push, pair.answer, parts, values, door)
+                self._boxes[number, door.worker] = box
+
+    def listen(self) -> bool:
+        """Handle the messages that have come; return whether there were some."""
+        acted = False
+        for door in self._doors:
+            line = door.rung
+            if line[RUNG] == door.heard:
+                continue
+            link = self._server.link
+            if line[SENT] != link.taken[door.rank]:
+                continue  # an earlier message by MPI has not arrived yet
+            door.heard += 1
+            acted = link.touched = True
+            self._handle(door, self._boxes[line[MODEL], door.worker])
+        return acted
+
+    def _handle(self, door: ServerDoor, box: MailBox) -> None:
+        """Carry out push, clock and pull, as `Server.handle` does with other messages."""
+        server, model, worker = self._server, box.model, door.worker
+        header = read_header(box.push, box.push.size, door.rank)
+        operation = server.begin(FLAGS, worker, header, model)
+        gate = model.gate
+        push = Push(None, box.parts, header.samples, model.pulled[worker])
+        actions = gate.push(worker, push, bool(header.gap))
+        if model.changes:
+            model.changes.check_tick(worker, header.clock, server.workers)
+        actions += gate.tick(worker)
+        pull = Pull(model.whole.parts, time.monotonic_ns(), 1, operation, False, box)
+        server.run(model, actions + gate.pull(worker, pull))

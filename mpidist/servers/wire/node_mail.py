@@ -1,0 +1,87 @@
+"""Small messages of a push_pull between ranks of one host, through memory that they share.
+
+::
+
+    worker   writes header and gradient, then rings:    line[RUNG] += 1
+    server   hears that, and handles the message like any other
+    server   writes header and parameters, then:        line[ANSWERED] += 1
+
+All models of a group ring in the same lines. A worker waits for the answer, so it rings for one
+message at a time. Messages by MPI and in memory may overtake each other. So the worker also writes
+how many messages it has sent to the server by MPI, and the server first receives these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from .. import protocol
+from ..layout.routing import WholeShard
+from ..link import Link
+from ..protocol import ALL, write_header
+from .bound_push_pull import FLAGS, BoundExchange
+from .node_share import NodePair, NodeShare
+
+#: The places in the line of a worker: how often it has rung, for which model, and how many
+#: messages it had sent by MPI. In the line of a server: how many messages it has answered.
+RUNG, MODEL, SENT = 0, 1, 2
+ANSWERED = 0
+
+
+class MailExchange(BoundExchange):
+    """The messages to one server of this host and back.
+
+    `door` has the lines in which the ranks ring, and `pair` the memory of the messages.
+    """
+
+    by_messages = False
+
+    def __init__(
+        self, rank: int, shard: WholeShard, gradients: Mapping, out: Mapping,
+        *, door: NodePair, pair: NodePair,
+    ):  # fmt: skip
+        assert pair.push is not None
+        assert pair.answer is not None
+        pair.push.fill(0)
+        super().__init__(rank, shard, gradients, out, (pair.push, pair.answer))
+        self._rung, self._answered, self._number = door.rung, door.answered, 0
+
+    def post(
+        self, link: Link, name: str, model: int, clock: int, samples: int, entered: int, note: tuple
+    ) -> None:
+        """Write the request, whose data are packed, and ring."""
+        self.operation = link.trail.begin(protocol.NAMES[FLAGS], self.rank, name, clock)
+        write_header(
+            self.push, FLAGS, model, clock, self.push.size, ALL, ALL, samples, 0, entered, 0, 0, 0,
+            *note,
+        )  # fmt: skip
+        link.count_shared(self.push.size)
+        line = self._rung
+        line[MODEL], line[SENT] = model, link.sent[self.rank]
+        self._number = line[RUNG] + 1
+        line[RUNG] = self._number  # after the data, see `node_share`
+
+    def is_here(self, status) -> bool:
+        """Whether the answer is here; then copy it."""
+        if self._answered[ANSWERED] != self._number:
+            return False
+        self.take(self.answer.size)
+        return True
+
+
+def exchanges(
+    link: Link, ranks: Sequence[int], shards: Sequence[WholeShard], share: NodeShare | None
+) -> list[Callable[[Mapping, Mapping], BoundExchange]]:
+    """Return, for each server, what makes its exchange of flat gradients and results.
+
+    `shards` has what each of the servers `ranks` holds.
+    """
+    make: list[Callable] = []
+    for rank, shard in zip(ranks, shards, strict=True):
+        exchange: Callable = partial(BoundExchange, rank, shard)
+        if share is not None and (pair := share.pair(link.comm.rank, rank)) is not None:
+            door = link.doors.pair(link.comm.rank, rank)
+            exchange = partial(MailExchange, rank, shard, door=door, pair=pair)
+        make.append(exchange)
+    return make

@@ -1,0 +1,220 @@
+"""The memory that the workers and the servers of one host share, so that data are not sent.
+
+::
+
+    part of a worker   | a line for each server of the host | small push | ring of pieces |
+    part of a server   | a line for each worker of the host | small answer | parameters |
+
+A line is a cache line of counters. Only the rank that owns a part writes into it, so no lock is
+needed: a rank writes data, then its counter; the other rank reads the counter, then the data
+(`node_barrier` says why this order holds, and on which processors). Every model has a `NodeShare`
+on each host, and `node_stream` and `node_mail` use it.
+
+The memory is a `Segment`, which leaves no file behind, whatever ends a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ...collectives.engines.node_barrier import LINE, ORDERED
+from ...errors import ConfigError
+from ...runtime import ulfm
+from ...runtime.node_memory.arena import Segment
+from ...runtime.topology import Topology, topology_of
+from ..layout.placement import ServerLayout
+from ..layout.routing import WholeShard
+from ..protocol import HEADER_BYTES, MESSAGE_BYTES
+from .wire_pieces import WINDOW, cut_shard
+
+#: The most bytes of a model whose messages have memory of their own; see `bound_push_pull`.
+SMALL_BYTES = 256 << 10
+
+#: Whether ranks of one host share memory. Tests and benchmarks change it, on all ranks.
+enabled = True
+
+_ALIGNED = 64
+
+
+class NodeRanks(NamedTuple):
+    """The ranks of a group on this rank's host.
+
+    `servers` has the numbers of the servers, by their ranks. `why` says why they share no memory.
+    """
+
+    topology: Topology | None = None
+    workers: tuple[int, ...] = ()
+    servers: Mapping[int, int] = {}
+    why: str = ""
+
+
+def node_ranks(comm, servers: Sequence[int], workers: Sequence[int]) -> NodeRanks:
+    """Return which workers and servers of a group are on this host. Collective over `comm`."""
+    if not enabled:
+        return NodeRanks(why="switched off")
+    if not ORDERED:
+        return NodeRanks(why="the processor may reorder writes to memory")
+    if ulfm.current is not None or getattr(comm, "places", None):
+        return NodeRanks(why="an elastic run sends messages")
+    topology = topology_of(comm)
+    here = set(topology.members(topology.node))
+    return NodeRanks(
+        topology,
+        tuple(rank for rank in workers if rank in here),
+        {rank: number for number, rank in enumerate(servers) if rank in here},
+    )
+
+
+class NodePair(NamedTuple):
+    """What one worker and one server share for one model.
+
+    Attributes
+    ----------
+    rung, answered : memoryview of int64
+        The line of the worker and that of the server.
+    push, answer : ndarray of uint8 or None
+        The memory of a small model's message with a push, and of its answer.
+    slots : list of ndarray of uint8
+        The ring of pieces, if the model is sent in pieces.
+    parameters : mapping of int to (int, ndarray)
+        The values that the server holds, after the number of the first, by the number of the
+        tensor, if the model is sent in pieces.
+    """
+
+    rung: memoryview
+    answered: memoryview
+    push: np.ndarray | None
+    answer: np.ndarray | None
+    slots: list[np.ndarray]
+    parameters: Mapping[int, tuple[int, np.ndarray]]
+
+
+class NodeShare:
+    """The shared memory of one model on one host. Collective over the ranks of the host.
+
+    Parameters
+    ----------
+    node : NodeRanks
+    layout : ServerLayout
+    piece_bytes : int
+        The most bytes of a piece.
+    wait : callable
+        Waits until a test returns true.
+
+    Raises
+    ------
+    ConfigError
+        On all ranks of the host: the memory cannot be allocated.
+    """
+
+    def __init__(
+        self, node: NodeRanks, layout: ServerLayout, piece_bytes: int, wait: Callable
+    ) -> None:
+        self._layout, self._node = layout, node
+        whole = [WholeShard(layout, k) for k in range(len(layout.pieces))]
+        sizes = [HEADER_BYTES + shard.nbytes for shard in whole]
+        small = sum(sizes) <= SMALL_BYTES and max(sizes) <= MESSAGE_BYTES
+        self._cut = {rank: cut_shard(layout, k, piece_bytes) for rank, k in node.servers.items()}
+        self._messages = {rank: small * sizes[k] for rank, k in node.servers.items()}
+        assert node.topology is not None
+        members = node.topology.members(node.topology.node)
+        plans = [_Plan(self._sizes(rank)) for rank in members]
+        segment = Segment(node.topology.intra_comm, [plan.nbytes for plan in plans], wait)
+        parts = zip(members, plans, segment.parts, strict=True)
+        self._memory = {rank: plan.views(part) for rank, plan, part in parts}
+        self._pairs: dict[tuple[int, int], NodePair] = {}
+
+    def has(self, worker: int, server: int) -> bool:
+        """Whether these ranks share memory."""
+        return worker in self._node.workers and server in self._node.servers
+
+    def pair(self, worker: int, server: int) -> NodePair | None:
+        """Return what two ranks share, or None if they are not both on this host."""
+        if not self.has(worker, server):
+            return None
+        if (worker, server) not in self._pairs:
+            self._pairs[worker, server] = self._pair(worker, server)
+        return self._pairs[worker, server]
+
+    def parameters(self, server: int) -> dict[int, np.ndarray]:
+        """Return the memory of a server's parameters by the number of the tensor, or an empty
+        dict if they are not shared.
+        """
+        memory, found = self._memory[server], {}
+        for tensor, _, _ in self._layout.pieces[self._node.servers[server]]:
+            if ("parameters", tensor) in memory:
+                array = memory["parameters", tensor]
+                found[tensor] = array.view(self._layout.tensors[tensor].dtype)
+        return found
+
+    def _pair(self, worker: int, server: int) -> NodePair:
+        ours, theirs = self._memory[worker], self._memory[server]
+        starts = {
+            piece.tensor: piece.start for piece in self._layout.pieces[self._node.servers[server]]
+        }
+        slots = [memory for key, memory in ours.items() if key[:2] == ("slot", server)]
+        return NodePair(
+            _line(ours["line", server]),
+            _line(theirs["answers", worker]),
+            ours.get(("push", server)),
+            theirs.get(("answer", worker)),
+            slots,
+            {
+                tensor: (starts[tensor], values)
+                for tensor, values in self.parameters(server).items()
+            },
+        )
+
+    def _sizes(self, rank: int) -> dict[tuple, int]:
+        """Return the bytes of each place in the part of one rank."""
+        sizes: dict[tuple, int] = {}
+        for server in self._node.servers if rank in self._node.workers else ():
+            sizes["line", server] = 8 * LINE
+            if self._messages[server]:
+                sizes["push", server] = self._messages[server]
+            if len(pieces := self._cut[server]) > 1:
+                most = max(piece.nbytes for piece in pieces)
+                for slot in range(min(WINDOW, len(pieces))):
+                    sizes["slot", server, slot] = most
+        for worker in self._node.workers if rank in self._node.servers else ():
+            sizes["answers", worker] = 8 * LINE
+            if self._messages[rank]:
+                sizes["answer", worker] = self._messages[rank]
+        if rank in self._node.servers and len(self._cut[rank]) > 1:
+            for tensor, start, stop in self._layout.pieces[self._node.servers[rank]]:
+                nbytes = (stop - start) * self._layout.tensors[tensor].dtype.itemsize
+                sizes["parameters", tensor] = nbytes
+        return sizes
+
+
+class _Plan:
+    """Where each place lies in the part of one rank."""
+
+    def __init__(self, sizes: Mapping[tuple, int]):
+        self._places: dict[tuple, slice] = {}
+        self.nbytes = 0
+        for key, size in sizes.items():
+            self._places[key] = slice(self.nbytes, self.nbytes + size)
+            self.nbytes += -(-size // _ALIGNED) * _ALIGNED
+
+    def views(self, part: np.ndarray) -> dict[tuple, np.ndarray]:
+        return {key: part[place] for key, place in self._places.items()}
+
+
+def _line(memory: np.ndarray) -> memoryview:
+    return memoryview(memory).cast("q")  # type: ignore[arg-type]
+
+
+def share_memory(
+    node: NodeRanks, layout: ServerLayout, piece_bytes: int, wait: Callable
+) -> tuple[NodeShare | None, str]:
+    """Return the shared memory of a model, or None and the reason. Collective over the host."""
+    if node.why or not (node.workers and node.servers):
+        return None, node.why or "no worker and server are on this host"
+    try:
+        return NodeShare(node, layout, piece_bytes, wait), ""
+    except ConfigError as error:
+        return None, str(error)

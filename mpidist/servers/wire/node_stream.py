@@ -1,0 +1,120 @@
+"""Pieces of a push_pull between ranks of one host, through memory that they share.
+
+::
+
+    gradients of the worker   | 0 | 1 | 2 | 3 | 4 | ...
+    ring, in the worker's part    | 4 | 1 | 2 | 3 |       the worker copies, the server reads
+    parameters of the server  | 0 | 1 | ...               the server updates, the worker copies
+
+The worker counts the pieces that are in the ring, and the server those that it has updated. No
+piece is sent: the server reads gradients in the ring, and the worker copies new parameters from
+the memory in which the server updates them. As in `server_stream`, no worker of such a model gets
+an answer before all have pushed, and nothing is updated before all have the answers, so a worker
+always reads the parameters of one version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ..layout.placement import ServerLayout
+from ..link import Link
+from ..protocol import Incoming
+from .node_share import NodePair
+from .server_stream import PushStream
+from .wire_pieces import WirePiece, allowed
+
+#: The places in a line: how many pieces the worker has put into the ring; and how many the server
+#: has updated.
+PUSHED, UPDATED = 4, 4
+
+
+class NodePushStream(PushStream):
+    """The pieces of one push in the ring of a worker, which the server uses like others."""
+
+    by_messages = False
+
+    def __init__(self, source: int, pair: NodePair):
+        self.source, self.here = source, 0
+        self._slots, self._rung, self._answered = pair.slots, pair.rung, pair.answered
+        # The worker may have put pieces into the ring already.
+        self._base = self._answered[UPDATED]
+
+    def progress(self) -> bool:
+        """Return whether a piece has arrived since the last call."""
+        before, self.here = self.here, self._rung[PUSHED] - self._base
+        return self.here > before
+
+    def piece(self, number: int) -> np.ndarray:
+        """Return the memory of a piece that has arrived; it is valid until `use` releases it."""
+        return self._slots[number % len(self._slots)]
+
+    def use(self) -> None:
+        """Say that the oldest piece is updated: the worker may read the new parameters."""
+        self._answered[UPDATED] += 1
+
+
+class NodeClientStream:
+    """The pieces of one push_pull of this worker with a server of its host.
+
+    Without `gradients`, the stream only copies the parameters, after the answer has arrived.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        layout: ServerLayout,
+        pieces: Sequence[WirePiece],
+        pair: NodePair,
+        out: Mapping[str, np.ndarray],
+        gradients: Mapping[str, np.ndarray] | None = None,
+    ):
+        self._link, self._pieces, self._pair = link, pieces, pair
+        self._gradients, self._out = gradients, out
+        self._names = [tensor.name for tensor in layout.tensors]
+        self._begun = self._taken = 0
+        self._base = pair.rung[PUSHED]
+        nbytes = sum(piece.nbytes for piece in pieces)
+        if gradients is not None:
+            link.count_shared(nbytes)
+            self._fill(0)
+
+    def is_here(self, incoming: Incoming) -> bool:
+        """Put more pieces into the ring, and copy answers; return whether all is done."""
+        pieces = len(self._pieces)
+        if self._gradients is None:
+            if not incoming.test():
+                return False
+            for number in range(pieces):
+                self._take(number)
+            return True
+        while True:
+            updated = self._pair.answered[UPDATED] - self._base
+            self._fill(updated)
+            if self._taken == updated:
+                return self._taken == pieces and incoming.test()
+            self._take(self._taken)
+            self._taken += 1
+            self._link.moved = True
+
+    def _fill(self, updated: int) -> None:
+        """Copy the gradients that have room into the ring."""
+        assert self._gradients is not None
+        pair = self._pair
+        for number in allowed(len(self._pieces), self._begun, updated):
+            slot = pair.slots[number % len(pair.slots)]
+            for tensor, start, stop, at in self._pieces[number].spans:
+                gradient = self._gradients[self._names[tensor]][start:stop]
+                np.copyto(slot[at : at + gradient.nbytes].view(gradient.dtype), gradient)
+            self._begun = number + 1
+            pair.rung[PUSHED] = self._base + self._begun  # after the data, see `node_share`
+
+    def _take(self, number: int) -> None:
+        """Copy one piece of the new parameters."""
+        for tensor, start, stop, _ in self._pieces[number].spans:
+            first, values = self._pair.parameters[tensor]
+            np.copyto(
+                self._out[self._names[tensor]][start:stop], values[start - first : stop - first]
+            )
