@@ -267,11 +267,6 @@ class Link:
             counters.messages_received += received
             counters.bytes_received += received_bytes
 
-    def count_shared(self, nbytes: int) -> None:
-        """Count bytes that this rank writes into memory that it shares with another rank."""
-        for counters in (self.counters, events.total):
-            counters.shared_bytes += nbytes
-
     # -- waiting -------------------------------------------------------------------------------
 
     def wait(

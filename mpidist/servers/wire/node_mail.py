@@ -21,7 +21,7 @@ from ..layout.routing import WholeShard
 from ..link import Link
 from ..protocol import ALL, write_header
 from .bound_push_pull import FLAGS, BoundExchange
-from .node_share import NodePair, NodeShare
+from .node_share import NodePair, NodeShare, count_shared
 
 #: The places in the line of a worker: how often it has rung, for which model, and how many
 #: messages it had sent by MPI. In the line of a server: how many messages it has answered.
@@ -56,7 +56,7 @@ class MailExchange(BoundExchange):
             self.push, FLAGS, model, clock, self.push.size, ALL, ALL, samples, 0, entered, 0, 0, 0,
             *note,
         )  # fmt: skip
-        link.count_shared(self.push.size)
+        count_shared(link, self.push.size)
         line = self._rung
         line[MODEL], line[SENT] = model, link.sent[self.rank]
         self._number = line[RUNG] + 1

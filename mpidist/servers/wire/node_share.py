@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ... import events
 from ...collectives.engines.node_barrier import LINE, ORDERED
 from ...errors import ConfigError
 from ...runtime import ulfm
@@ -27,6 +28,7 @@ from ...runtime.node_memory.arena import Segment
 from ...runtime.topology import Topology, topology_of
 from ..layout.placement import ServerLayout
 from ..layout.routing import WholeShard
+from ..link import Link
 from ..protocol import HEADER_BYTES, MESSAGE_BYTES
 from .wire_pieces import WINDOW, cut_shard
 
@@ -66,6 +68,12 @@ def node_ranks(comm, servers: Sequence[int], workers: Sequence[int]) -> NodeRank
         tuple(rank for rank in workers if rank in here),
         {rank: number for number, rank in enumerate(servers) if rank in here},
     )
+
+
+def count_shared(link: Link, nbytes: int) -> None:
+    """Count bytes that this rank writes into memory that it shares with another rank."""
+    link.counters.shared_bytes += nbytes
+    events.total.shared_bytes += nbytes
 
 
 class NodePair(NamedTuple):

@@ -22,9 +22,9 @@ import numpy as np
 from ..layout.placement import ServerLayout
 from ..link import Link
 from ..protocol import Incoming
-from .node_share import NodePair
+from .node_share import NodePair, count_shared
 from .server_stream import PushStream
-from .wire_pieces import WirePiece, allowed
+from .wire_pieces import WirePiece
 
 #: The places in a line: how many pieces the worker has put into the ring; and how many the server
 #: has updated.
@@ -78,7 +78,7 @@ class NodeClientStream:
         self._base = pair.rung[PUSHED]
         nbytes = sum(piece.nbytes for piece in pieces)
         if gradients is not None:
-            link.count_shared(nbytes)
+            count_shared(link, nbytes)
             self._fill(0)
 
     def is_here(self, incoming: Incoming) -> bool:
@@ -103,7 +103,7 @@ class NodeClientStream:
         """Copy the gradients that have room into the ring."""
         assert self._gradients is not None
         pair = self._pair
-        for number in allowed(len(self._pieces), self._begun, updated):
+        for number in range(self._begun, min(len(self._pieces), updated + len(pair.slots))):
             slot = pair.slots[number % len(pair.slots)]
             for tensor, start, stop, at in self._pieces[number].spans:
                 gradient = self._gradients[self._names[tensor]][start:stop]
