@@ -136,3 +136,38 @@ def test_no_file_and_models_that_come_and_go(comm):
                 group.pause("next")
                 client = again()
         assert not list(Path("/dev/shm").glob("mpidist-*"))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("size", [5, 200_000])
+def test_after_other_shares(comm, size):
+    """Then messages are sent; a model that comes later is shared again."""
+
+    def another(_tag=None):
+        return group.add("b", {"x": np.zeros(4)}, optimizer=md.optim.sgd(1.0))
+
+    with md.ServerGroup(comm, servers=2) as group:
+        client = group.add("a", {"x": np.zeros(size)}, optimizer=md.optim.sgd(1.0))
+        if client is None:
+            group.serve(on_pause=another)
+        else:
+            out, gradients = {"x": np.zeros(size)}, {"x": np.ones(size)}
+            for weights in (None, [1, 3]):
+                if weights:
+                    group.repartition(weights=weights)
+                for _ in range(3):
+                    client.push_pull(gradients, out=out)
+            assert (out["x"] == -6).all()
+            before = client.stats["shared_bytes"]
+            client.push_pull(gradients, out=out)
+            assert client.stats["shared_bytes"] == before > 0
+            group.pause("add")
+            client = another()
+            out, gradients = {"x": np.zeros(4)}, {"x": np.ones(4)}
+            for _ in range(3):
+                client.push_pull(gradients, out=out)
+            assert (out["x"] == -3).all()
+            assert client.stats["shared_bytes"] > before
+    for rank in group.report()["ranks"]:
+        why = "messages: the servers have changed"
+        assert rank["transport"] == {"a": why, "b": "shared memory"}

@@ -80,8 +80,10 @@ def exchanges(
     make: list[Callable] = []
     for rank, shard in zip(ranks, shards, strict=True):
         exchange: Callable = partial(BoundExchange, rank, shard)
-        if share is not None and (pair := share.pair(link.comm.rank, rank)) is not None:
-            door = link.doors.pair(link.comm.rank, rank)
+        pair = None if share is None else share.pair(link.comm.rank, rank)
+        # A server that began later, see `balance`, has no door.
+        door = None if pair is None else link.doors.pair(link.comm.rank, rank)
+        if door is not None and pair is not None:
             exchange = partial(MailExchange, rank, shard, door=door, pair=pair)
         make.append(exchange)
     return make
