@@ -222,6 +222,8 @@ def share_memory(
     """Return the shared memory of a model, or None and the reason. Collective over the host."""
     if node.why or not (node.workers and node.servers):
         return None, node.why or "no worker and server are on this host"
+    if any(tensor.open is not None for tensor in layout.tensors):
+        return None, "an open table grows"
     try:
         return NodeShare(node, layout, piece_bytes, wait), ""
     except ConfigError as error:
