@@ -139,7 +139,7 @@ class Link:
         self.turn = [None]
         self.careful = self.one_thread = MPI.Query_thread() < MPI.THREAD_MULTIPLE
         self.failed: str | None = None
-        self.heard = self.touched = False
+        self.heard = self.touched = self.moved = False
         self.background: Callable[[], bool] = nothing
         self.on_note: Callable[[int, tuple[int, int]], None] | None = None
         self.waits = {"server": 0.0, "worker": 0.0, "all": 0.0}
@@ -147,7 +147,6 @@ class Link:
         self.bytes_in_flight = self._exchanges = 0
         self._sending: list[tuple[list[MPI.Request], np.ndarray, int]] = []
         self.receiving: set[Any] = set()  # messages and streams whose memory MPI uses
-        self.moved = False
         # Messages to the server of each rank, and from the worker of each rank to the server here.
         self.sent, self.taken = [0] * self.comm.size, [0] * self.comm.size
         self.doors: Any = None  # the first memory that this rank shares with others of its host
@@ -203,9 +202,7 @@ class Link:
             view = [buffer[start:stop], MPI.BYTE]
             requests.append(self.comm.Isend(view, dest, self.tag + tag))
         self.sent[dest] += tag == protocol.TO_SERVER
-        for counters in (self.counters, events.total):
-            counters.messages_sent += len(requests)
-            counters.bytes_sent += nbytes
+        self.count_pieces(len(requests), nbytes, 0, 0)
 
     def reap(self) -> bool:
         """Give buffers of completed sends back to the pool; return whether all are completed."""
@@ -255,9 +252,7 @@ class Link:
 
     def received(self, nbytes: int) -> None:
         """Count one message that has arrived."""
-        for counters in (self.counters, events.total):
-            counters.messages_received += 1
-            counters.bytes_received += nbytes
+        self.count_pieces(0, 0, 1, nbytes)
 
     def count_pieces(self, sent: int, sent_bytes: int, received: int, received_bytes: int) -> None:
         """Count the pieces of messages that are about to be sent and received."""
