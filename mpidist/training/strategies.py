@@ -339,6 +339,7 @@ class Pipeline:
         """
         from .exchanges.pipeline_exchange import CutChoice, Stages
         from .exchanges.pipelines.pipeline_choice import choose_cuts, last_run
+        from .exchanges.pipelines.pipeline_order import order_of_ranks
 
         samples, last = -(-global_batch // microbatches), None
         if isinstance(self.cuts, str):
@@ -350,7 +351,8 @@ class Pipeline:
         else:
             choice = CutChoice(list(self.cuts))
         grid = self._grid(len(model.layers), choice.cuts, comm.size, microbatches)
-        return Stages(comm, model, optimizer, grid, choice)
+        order = order_of_ranks(comm, model, grid, choice, samples)
+        return Stages(comm, model, optimizer, grid, choice, order)
 
     def _open_split(self, comm, model, optimizer, samples: int, microbatches: int, last):
         from .exchanges.split_exchange import SplitStages

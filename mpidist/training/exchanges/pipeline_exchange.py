@@ -36,6 +36,7 @@ from ...pipeline.grid.recut import CutChoice
 from ...pipeline.stages.stage import Stage
 from ...runtime.agreement.run_on_all import run_on_all
 from ...runtime.agreement.tell_others import tell
+from ...runtime.context import free, of
 from ...runtime.polling import wait_until
 from .evaluation import add_to_digest, count_hits, shared_accuracy
 from .pipelines.pipeline_choice import ENTRY, chunk_seconds, simulated_bubble
@@ -52,7 +53,18 @@ class Untimed:
 
 
 class Stages:
-    """Train a model in stages. Collective over `comm`."""
+    """Train a model in stages. Collective over `comm`.
+
+    Parameters
+    ----------
+    comm : MPI.Comm
+    model, optimizer
+    grid : PipelineGrid
+    choice : CutChoice
+        Where the cuts come from.
+    order : list of int, optional
+        The rank of each stage and replica; by default the ranks have them in their order.
+    """
 
     dedicated = False
     synchronous = True
@@ -60,10 +72,16 @@ class Stages:
     price: dict | None = None
     wait = staticmethod(wait_until)
 
-    def __init__(self, comm, model, optimizer, grid: PipelineGrid, choice: CutChoice):
+    def __init__(
+        self, comm, model, optimizer, grid: PipelineGrid, choice: CutChoice, order=None
+    ):  # fmt: skip
         self.comm = self.workers = comm
         self.model, self.optimizer = model, optimizer
-        self.stage = Stage(comm, model, grid, gradients=Gradients)
+        # In a communicator of its own, each rank has the number of its stage and replica.
+        self._order = order
+        self._ordered = None if order is None else comm.Split(0, order.index(comm.rank))
+        placed = comm if self._ordered is None else self._ordered
+        self.stage = Stage(placed, model, grid, gradients=Gradients)
         # The other layers would keep their first values, so this rank has no parameters of them.
         model.parameters = self.parameters = self.stage.parameters
         if self.parameters:
@@ -277,7 +295,7 @@ class Stages:
     def layout(self) -> dict:
         """Return the grid, and what each rank has measured. Collective.
 
-        For each rank: `idle` is the share of the time of the steps in which it did not compute,
+        For each rank: `stages` is its stage, `idle` is the share of the time of the steps in which it did not compute,
         `kept` the most microbatches, times chunks, that it kept at a time, and `stash_bytes` what
         they and old parameters took; `bytes_sent` is what it has sent to other stages in a step,
         `versions` the most versions of its parameters, and `staleness` how many updates a gradient
@@ -293,13 +311,16 @@ class Stages:
         sent = stage.bytes_sent // max(stage.steps, 1)
         stalest, staleness = stage.staleness()
         mine = {
-            "idle": round(idle, 4), "kept": stage.kept, "stash_bytes": stage.stash_bytes,
-            "bytes_sent": sent, "versions": stage.versions, "staleness": stalest,
-            "staleness_mean": round(staleness, 4),
+            "stages": stage.stage, "idle": round(idle, 4), "kept": stage.kept,
+            "stash_bytes": stage.stash_bytes, "bytes_sent": sent, "versions": stage.versions,
+            "staleness": stalest, "staleness_mean": round(staleness, 4),
         }  # fmt: skip
 
         def together(everyone: list) -> dict:
-            rows, cuts, times = zip(*everyone, strict=True)
+            by_stage, cuts, times = zip(*everyone, strict=True)
+            rows = list(by_stage)
+            for slot, rank in enumerate(self._order or ()):  # one for each rank, in their order
+                rows[rank] = by_stage[slot]
             steps = max(stage.steps, 1)
             return {
                 **{name: [row[name] for row in rows] for name in mine},
@@ -328,7 +349,7 @@ class Stages:
         total = hashlib.sha256()
         self.stage.visit(self.parameters, lambda *named: add_to_digest(total, *named))
         return run_on_all(
-            self.comm, "md.train: digest", total.hexdigest, lambda everyone: everyone[0]
+            self.stage.comm, "md.train: digest", total.hexdigest, lambda everyone: everyone[0]
         )
 
     # -- the end -------------------------------------------------------------------------
@@ -336,10 +357,13 @@ class Stages:
     def close(self) -> None:
         """Free the stage. Collective."""
         self.stage.close()
+        if self._ordered is not None and not of(self._ordered).failed:
+            free(self._ordered)
+            self._ordered.Free()
 
     def abandon(self, error: BaseException) -> None:
         """Send the other ranks the error that has ended the run on this rank."""
-        for comm in (self.stage.replicas, self.comm):
+        for comm in (self.stage.replicas, self.comm, *([self._ordered] if self._ordered else [])):
             tell(comm, error)
 
     def lost(self, error: BaseException) -> None:

@@ -34,7 +34,8 @@ from .pipelines.pipeline_choice import choose_cuts
 
 #: Facts of `Stages.layout` that have a value for each rank.
 _BY_RANK = (
-    "idle", "kept", "stash_bytes", "bytes_sent", "versions", "staleness", "staleness_mean",
+    "stages", "idle", "kept", "stash_bytes", "bytes_sent", "versions", "staleness",
+    "staleness_mean",
 )  # fmt: skip
 
 

@@ -1,0 +1,60 @@
+"""Which rank of a job has which stage and replica: decided from the hosts and the bytes of a plan.
+
+Rank 0 measures the bytes, unless they are known from the choice of the cuts. On one host, and for
+models that cannot be measured with random inputs, the ranks have the stages in their order.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import pairwise
+
+from .... import events
+from ....collectives.engines.node_barrier import faked_nodes
+from ....pipeline import PipelineGrid, measure
+from ....pipeline.grid.recut import CutChoice, profile_rows
+from ....pipeline.grid.stage_placement import crossing, place_ranks, slot_links
+from ....pipeline.measure_layers import random_batch
+from ....runtime.agreement.run_on_all import run_on_all
+from ....runtime.topology import topology_of
+
+
+def order_of_ranks(
+    comm, model, grid: PipelineGrid, choice: CutChoice, samples: int
+) -> list[int] | None:
+    """Return the rank of each slot of the grid, or None if the ranks stay in order. Collective.
+
+    `samples` are those of a microbatch.
+    """
+    topology = topology_of(comm, faked_nodes(comm))
+    if topology.nodes == 1:
+        return None
+
+    def local() -> list[int] | None:
+        rows = [list(row) for row in choice.layers]
+        # A model whose inputs cannot be random, or a layer that rejects them: nothing is known.
+        with suppress(Exception):
+            if not rows and comm.rank == 0:
+                rows = profile_rows(measure(model, random_batch(model, samples), repeats=1))
+        if not rows or comm.rank:
+            return None
+        nodes, links = list(topology.node_of), links_of(grid, rows)
+        order = place_ranks(nodes, grid.replicas, links)
+        placed = [nodes[rank] for rank in order]
+        events.emit(
+            "pipeline_order", order=order, bytes=crossing(placed, links),
+            bytes_in_rank_order=crossing(nodes, links),
+        )  # fmt: skip
+        return order if order != sorted(order) else None
+
+    return run_on_all(comm, "md.train: order of ranks", local, lambda everyone: everyone[0])
+
+
+def links_of(grid: PipelineGrid, rows: list) -> dict:
+    """Return the bytes between slots, from the profile of the layers, see `slot_links`."""
+    # The gradient of an output has its size.
+    cuts = [2 * rows[end - 1][2] for end in grid.cuts]
+    sums = [0.0] * grid.stages
+    for chunk, (start, stop) in enumerate(pairwise([0, *grid.cuts, grid.layers])):
+        sums[chunk % grid.stages] += sum(row[3] for row in rows[start:stop])
+    return slot_links(grid, cuts, sums)
