@@ -61,6 +61,7 @@ _HOME = {
     "ScaleStale": "servers.modes.stale_gradients",
     "DelayCompensated": "servers.modes.stale_gradients",
     "OpenRows": "servers.rows.open_rows",
+    "Rebalance": "servers.balance.rebalance",
     "ServerGroup": "servers.group",
     "Client": "servers.client",
     "CheckpointStore": "checkpoint.store",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import time
 from ast import literal_eval
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from ..events import trails
 from ..runtime.context import free, of
 from .add_model import agree_to_remove, host_model
 from .balance.online_shares import OnlineShares
+from .balance.rebalance import Measured
 from .client import Client
 from .consistency import BSP, Consistency
 from .layout.agree_on_roles import agree_on_roles
@@ -104,6 +106,7 @@ class ServerGroup(OnlineShares):
                 self._server.on_pause = lambda tag: None  # the rank's worker does the server's part
             else:
                 self._server.on_call = self._take_part
+        self._measured = Measured(seconds=time.monotonic())
         self._changes = ModelChanges(self.link, self._server)
 
     # -- models ----------------------------------------------------------------------------
@@ -234,7 +237,7 @@ class ServerGroup(OnlineShares):
         link, server, server.on_pause = self.link, self._server, on_pause
         with GroupCall(link, "serve"), link.serving(server.poll):
             link.wait(lambda: server.done, server.present, "worker")
-        link.waits["worker"] -= server.busy_seconds
+        link.waits["worker"] -= server.load.busy_seconds
         self._served = True
 
     def progress(self) -> None:

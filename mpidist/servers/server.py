@@ -24,6 +24,7 @@ from mpi4py import MPI
 from ..errors import ProtocolError
 from ..events import OPEN
 from . import protocol
+from .balance.server_load import ServerLoad
 from .consistency import Action, Apply, Do, Drop
 from .deadlock import who_waits
 from .decisions import Decisions
@@ -65,7 +66,7 @@ class Server:
         self.in_own_pause = False  # whether the worker on this rank is in `pause`
         self.announced: list[int] = []  # ranks that already add or remove a model
         self.queue: Counter[int] = Counter()
-        self.busy_seconds = 0.0
+        self.load = ServerLoad()
         self.doors = ServerDoors(self)
         self.votes: Votes | None = None
         self.copies: ShardCopies | None = None
@@ -123,8 +124,8 @@ class Server:
             if (answer := self._next_answer()) is not None:
                 self.link.send(*answer, TO_WORKER)
             acted = True
-        if acted:
-            self.busy_seconds += time.perf_counter() - start
+        if acted or self.link.moved:  # a piece of an update has been made
+            self.load.busy_seconds += time.perf_counter() - start
         if start >= self._look_at:
             self._look_at = start + _LOOK_SECONDS
             self._check_stalled()
@@ -205,6 +206,7 @@ class Server:
             return False
         push_parts, words_at = self._selection(model, message, HEADER_BYTES, header.push_words)
         pull_parts, data_at = self._selection(model, message, words_at, header.pull_words)
+        self.load.count(header, model.whole, push_parts, pull_parts)
         pushed, pulled = (n == protocol.PIECES for n in (header.push_words, header.pull_words))
         if header.flags & protocol.PUSH:
             parts: Any
@@ -353,6 +355,7 @@ class Server:
                 view[...] = shard.values(part)
         else:
             shard.read(pull.parts, buffer, HEADER_BYTES)
+        self.load.bytes_out += total
         model.keep(worker, pull.parts)
         pull.operation[OPEN] = False
         if pull.pieces:
@@ -402,10 +405,11 @@ class Server:
         self._paused = {}
         for rank in self.workers:
             self.link.tell(protocol.PAUSE, rank, TO_WORKER)
-        self.in_pause = True
+        self.in_pause, began = True, time.perf_counter()
         with self.link.doing("serve pause"):
             call(tags[0])
         self.in_pause = False
+        self.load.busy_seconds -= time.perf_counter() - began  # `poll` counts it
 
     def forget(self, name: str) -> None:
         """Free the memory of a model; its number stays, because messages name models by numbers."""
@@ -424,6 +428,6 @@ class Server:
             "server": self.index,
             "models": {model.name: model.facts() for model in self.models},
             "queue": dict(self.queue),
-            "busy_seconds": self.busy_seconds,
+            "load": self.load.facts(),
             **self.link.counters.snapshot(),
         }

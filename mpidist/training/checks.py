@@ -262,6 +262,11 @@ def check_elastic(elastic, strategy, checkpoint) -> Elastic | None:
             "elastic: changes: after a death the servers would go on with the first mode; leave "
             "changes out, or leave elastic out"
         )
+    if getattr(strategy, "rebalance", None) is not None:
+        raise ConfigError(
+            "elastic: rebalance changes shares, and after a death the shares are divided equally; "
+            "leave rebalance or elastic out"
+        )
     mode = getattr(strategy, "consistency", None)
     if not getattr(mode, "survives", True):
         raise ConfigError(

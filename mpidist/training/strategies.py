@@ -21,6 +21,7 @@ from ..models.split_model import check_layers_of_split, check_split_settings, sp
 from ..pipeline.pipeline_schedules import SCHEDULES
 from ..pipeline.stage_plan import check_layers, plan_stages
 from ..registry import build, look_up
+from ..servers.balance.rebalance import Rebalance, rebalance_policy
 from ..servers.consistency import ASP, BSP, SSP, Consistency
 from ..servers.layout.roles import AUTO, choose_ranks, has_shares, ranks_asked
 from ..servers.model_facts import check_nonfinite
@@ -131,6 +132,9 @@ class ParameterServer:
         The mode from some steps on, such as ``{1000: md.ASP()}``, or a function of the step that
         returns the mode, or None for the mode so far. It is called in each step, on each worker,
         and must return the same on all of them. BSP, SSP, DSSP and ASP may follow each other.
+    rebalance : "auto", int, Rebalance, or mapping, optional
+        Measure every so many steps how busy the servers are, and give slow servers smaller shares,
+        see `ServerGroup.rebalance`. "auto" looks every 100 steps. None: shares stay as they are.
     """
 
     servers: int | Sequence[int] | Mapping[int, float] | str = 1
@@ -142,12 +146,19 @@ class ParameterServer:
     push_every: int = 1
     pull_every: int = 1
     changes: Mapping[int, Consistency] | ModePolicy | None = None
+    rebalance: Rebalance | str | int | Mapping | None = None
     survives: ClassVar[bool] = True
 
     def __post_init__(self):
         object.__setattr__(self, "changes", mode_policy(self.changes, self.consistency))
         if self.changes is not None and self.is_rare:
             raise ConfigError("changes: push_every and pull_every need one mode; give one of them")
+        object.__setattr__(self, "rebalance", rebalance_policy(self.rebalance))  # as `stale` below
+        if self.rebalance is not None and isinstance(self.consistency, BackupWorkers):
+            raise ConfigError(
+                f"rebalance needs workers that make all steps, got {self.consistency}, whose late "
+                "workers pass over some; leave rebalance out"
+            )
         for name in ("push_every", "pull_every"):
             value = getattr(self, name)
             several = is_whole_number(value) and value >= 1
@@ -385,6 +396,7 @@ def _parameter_server(
     push_every=1,
     pull_every=1,
     changes=None,
+    rebalance=None,
 ) -> ParameterServer:
     given = {"staleness": staleness, "low": low, "high": high, "rule": rule, "count": count}
     settings = {name: value for name, value in given.items() if value is not None}
@@ -408,7 +420,7 @@ def _parameter_server(
         choose_ranks(2, some, placement)
     strategy = ParameterServer(
         servers, mode, placement, nonfinite, stale_policy(stale), replicas, push_every, pull_every,
-        _changes(changes),
+        _changes(changes), rebalance,
     )  # fmt: skip
     check_copies(replicas, asked if isinstance(asked, int) else len(ranks))
     return strategy

@@ -233,7 +233,8 @@ class Run:
 
     def judge_served(self) -> None:
         """Check how often the samples were used; see `elastic_job.Counts`."""
-        copies, stderr = self.kind.endswith("1"), self.done.stderr
+        # With 2 ranks there is one server, and no other one for a copy.
+        copies, stderr = self.kind.endswith("1") and self.ranks > 2, self.done.stderr
         back = "go back to step" in stderr
         if copies and len(self.killed) < 2 and (back or ("partitions" in stderr and self.lost)):
             self.faults.append("one death has cost steps, although servers keep copies")

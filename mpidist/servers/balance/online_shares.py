@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...errors import MpidistError
+from ...errors import MismatchError, MpidistError
 from ...runtime import ulfm
+from ...runtime.agreement.run_on_all import difference
 from ..client import Client
 from ..layout.placement import ServerLayout
 from ..link import GroupCall, Link, nothing
 from ..modes.model_changes import ModelChanges
 from ..server import Server
 from .change_shares import Asked, Members, change_shares
+from .rebalance import Measured, Rebalance, rebalance_policy
+from .server_load import ServerLoad
 
 
 class OnlineShares:
@@ -28,6 +32,7 @@ class OnlineShares:
     _layouts: dict[str, ServerLayout]
     _clients: list[Client]
     _server: Server | None
+    _measured: Measured  # of this rank's server, at the last look
     _changes: ModelChanges
     transports: dict[str, str]
     _pause: Callable[[Any], None]
@@ -71,6 +76,45 @@ class OnlineShares:
         """
         self._with_servers("repartition", Asked(servers, weights))
 
+    def load(self) -> list[dict[str, float]]:
+        """Return what each server has measured of its work so far. Collective over the workers.
+
+        Called as `repartition`. The end of the ``with`` block has the same numbers in `report`.
+
+        Returns
+        -------
+        list of dict
+            For each rank in `server_ranks`: ``rank``; ``share``, the fraction of each model that it
+            holds now; ``busy_seconds``, in which it received requests, updated or answered;
+            ``bytes_in`` and ``bytes_out``; ``pushes`` and ``pulls``, the requests with a push and
+            with a pull; ``rows``, those that pushes and pulls have named.
+        """
+        return self._with_servers("load", None)
+
+    def rebalance(self, policy=None) -> list[float] | None:
+        """Measure the servers, and change shares if that takes work from the busiest.
+
+        Collective over the workers, called as `repartition`, which it uses.
+
+        Parameters
+        ----------
+        policy : Rebalance, or what `ParameterServer` takes as `rebalance`, optional
+            How far shares follow the busy seconds of the servers since the last call. `every` has
+            no effect here.
+
+        Returns
+        -------
+        list of float or None
+            The new shares; None if the present ones are good enough, or the servers were busy for
+            less than a fiftieth of the time. A slow network link does not show in busy seconds.
+
+        Raises
+        ------
+        ConfigError, MismatchError
+            On all ranks, and the group goes on as before: as `repartition`.
+        """
+        return self._with_servers("rebalance", policy)
+
     def _with_servers(self, call: str, given: Any) -> Any:
         """On a worker: pause the servers, and do a call of `_CALLS` together with them."""
         self._workers(call)
@@ -107,6 +151,37 @@ class OnlineShares:
             self.is_server, self._changes.server = True, now.server
             self.link.background = _both(self.link.background, now.server)
 
+    def _gather_load(self, given: None) -> list[dict[str, float]]:
+        with self.link.serving(nothing):
+            server = self._server
+            everyone = self.link.run_on_all(
+                "load", lambda: None if server is None else server.load.facts(), list
+            )
+        shares = dict(zip(self.server_ranks, self.shares, strict=True))
+        return [{"rank": r, "share": shares[r], **everyone[r]} for r in self.server_ranks]
+
+    def _follow_load(self, given: Any) -> list[float] | None:
+        worker, server = self.comm.rank in self.worker_ranks, self._server
+        load = ServerLoad() if server is None else server.load
+        now = Measured(load.busy_seconds, load.pushes, time.monotonic())
+        since = now.since(self._measured)
+
+        def describe() -> tuple[Rebalance | None, Measured]:
+            return (rebalance_policy(given) or Rebalance()) if worker else None, since
+
+        def decide(everyone: list[tuple[Rebalance | None, Measured]]) -> list[float] | None:
+            policy = everyone[self.worker_ranks[0]][0] or Rebalance()
+            if differs := difference([{"policy": repr(one or policy)} for one, _ in everyone]):
+                raise MismatchError(f"rebalance: {differs}; all workers must give the same")
+            return policy.follow(self.shares, [everyone[rank][1] for rank in self.server_ranks])
+
+        with self.link.serving(nothing):
+            found = self.link.run_on_all("rebalance", describe, decide)
+        self._measured = now
+        if found is not None:
+            self._change_shares(Asked(None, found) if worker else None)
+        return found
+
 
 def _both(before: Callable[[], bool], server: Server) -> Callable[[], bool]:
     """Return what a wait of a rank calls that begins to serve."""
@@ -114,4 +189,8 @@ def _both(before: Callable[[], bool], server: Server) -> Callable[[], bool]:
     return server.poll if before is nothing else lambda: before() | server.poll()
 
 
-_CALLS: dict[str, Callable[[Any, Any], Any]] = {"repartition": OnlineShares._change_shares}
+_CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "repartition": OnlineShares._change_shares,
+    "load": OnlineShares._gather_load,
+    "rebalance": OnlineShares._follow_load,
+}

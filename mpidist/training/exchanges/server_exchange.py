@@ -103,7 +103,7 @@ class Served(WholeModel):
             self.group.vote(strategy.keeps_copies)
         else:
             self.group = ServerGroup(comm, **roles)
-        self.dedicated = not self.group.is_worker
+        self.dedicated, self._rebalance = not self.group.is_worker, strategy.rebalance
         self.agreement: Any = None
         try:
             settings |= {"nonfinite": strategy.nonfinite, "stale": strategy.stale}
@@ -267,6 +267,8 @@ class Served(WholeModel):
             self.client.repeat_push_pull(self.gradients, out=out, samples=samples, known=known)
             self.pending = None
         self.sent = False
+        if self._rebalance is not None and self.client.finished % self._rebalance.every == 0:
+            self.group.rebalance(self._rebalance)
 
     def passed_over(self) -> int:
         """Return how many steps this worker has passed over since the last call, being late.

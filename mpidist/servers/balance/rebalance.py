@@ -1,0 +1,128 @@
+"""Propose shares from what servers have measured; uses no MPI.
+
+    shares           1/2         1/2         of each model
+    busy seconds     0.2         0.8         since the last look
+    speed            2.5         0.6         share per busy second
+    in proportion    0.8         0.2         the shares with which both would be busy for 0.32 s
+
+The shares move half of the way, because busy seconds have parts that do not grow with the share,
+and because a measurement may be disturbed. They move only if the busiest server then has clearly
+less to do, so small differences never move anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...errors import ConfigError, shown
+from ...registry import checked_whole
+
+#: A server keeps at least this fraction of an equal share, so that its speed is still measured.
+_LEAST = 0.1
+
+#: Servers that are busy for less than this fraction of the time do not hold up anybody.
+_BUSY = 0.02
+
+
+class Measured(NamedTuple):
+    """The busy seconds and the pushes of a server, and the time of the look, or those since one."""
+
+    busy: float = 0.0
+    pushes: int = 0
+    seconds: float = 0.0
+
+    def since(self, before: Measured) -> Measured:
+        """Return the differences from an earlier look."""
+        busy, pushes, seconds = before
+        return Measured(self.busy - busy, self.pushes - pushes, self.seconds - seconds)
+
+
+@dataclass(frozen=True)
+class Rebalance:
+    """When, and how far, the shares of servers follow their measured busy seconds.
+
+    Parameters
+    ----------
+    every : int
+        The number of steps between two looks, at least 1.
+    gain : float
+        The shares change only if the busiest server would be busy for at least this fraction less
+        with the shares that the measurement implies; above 0 and below 1.
+    step : float
+        How far shares move, from 0 (not at all) to 1 (to the shares that the measurement implies).
+
+    Raises
+    ------
+    ConfigError
+        A value is outside its range.
+    """
+
+    every: int = 100
+    gain: float = 0.1
+    step: float = 0.5
+
+    def __post_init__(self):
+        whole = checked_whole("Rebalance: every", self.every, 1)
+        object.__setattr__(self, "every", whole)  # the dataclass is frozen
+        for name, most in (("gain", 1 - 1e-9), ("step", 1.0)):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 < value <= most:
+                limits = "above 0 and below 1" if name == "gain" else "above 0, at most 1"
+                raise ConfigError(f"Rebalance: {name} is {shown(value)}, expected {limits}")
+
+    def follow(self, shares: Sequence[float], since: Sequence[Measured]) -> list[float] | None:
+        """Return `propose` of what servers have measured, or None if it says too little."""
+        if any(not one.pushes for one in since):
+            return None
+        if all(one.busy < _BUSY * one.seconds for one in since):
+            return None
+        return self.propose(shares, [one.busy for one in since])
+
+    def propose(self, shares: Sequence[float], busy: Sequence[float]) -> list[float] | None:
+        """Return new shares, or None if the present ones are good enough.
+
+        Parameters
+        ----------
+        shares : sequence of float
+            The share of each server. A server with share 0 keeps it.
+        busy : sequence of float
+            The busy seconds of each server since the last look.
+        """
+        serving = [k for k, share in enumerate(shares) if share]
+        if len(serving) < 2 or min(busy[k] for k in serving) <= 0:
+            return None
+        speeds = {k: shares[k] / busy[k] for k in serving}
+        total, least = sum(speeds.values()), _LEAST / len(serving)
+        goals = {k: max(least, speeds[k] / total) for k in serving}
+        goals = {k: goal / sum(goals.values()) for k, goal in goals.items()}
+        expected = max(busy[k] * goals[k] / shares[k] for k in serving)
+        if expected > (1 - self.gain) * max(busy[k] for k in serving):
+            return None
+        found = [0.0] * len(shares)
+        for k in serving:
+            found[k] = shares[k] + self.step * (goals[k] - shares[k])
+        return found
+
+
+def rebalance_policy(given) -> Rebalance | None:
+    """Return the policy for None, "auto", a number of steps, a mapping of settings, or a policy."""
+    if given is None or isinstance(given, Rebalance):
+        return given
+    if isinstance(given, str) and given == "auto":
+        return Rebalance()
+    if isinstance(given, Mapping):
+        known = ("every", "gain", "step")
+        if wrong := [name for name in given if name not in known]:
+            raise ConfigError(
+                f"rebalance has {shown(wrong[0])}; expected some of {', '.join(known)}"
+            )
+        return Rebalance(**{str(name): value for name, value in given.items()})
+    if isinstance(given, int) and not isinstance(given, bool):
+        return Rebalance(given)
+    raise ConfigError(
+        f"rebalance={shown(given)}; expected 'auto', every how many steps, md.Rebalance(...), or a "
+        "table with every, gain and step"
+    )

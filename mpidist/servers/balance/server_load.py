@@ -1,0 +1,52 @@
+"""What a server measures of its work: busy seconds, bytes, requests and rows; uses no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from ..layout.routing import ShardPart, WholeShard
+from ..protocol import PIECES, PULL, PUSH, Header
+
+
+@dataclass
+class ServerLoad:
+    """The work of one server, for all models.
+
+    Attributes
+    ----------
+    busy_seconds : float
+        Seconds in which the server received requests, updated parameters or wrote answers.
+    bytes_in, bytes_out : int
+        The bytes of requests and of answers, headers included.
+    pushes, pulls : int
+        Requests with a push and with a pull, those for nothing on this server included.
+    rows : int
+        The rows that pushes and pulls have named.
+    """
+
+    busy_seconds: float = 0.0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    pushes: int = 0
+    pulls: int = 0
+    rows: int = 0
+
+    def count(
+        self,
+        header: Header,
+        whole: WholeShard,
+        pushed: Sequence[ShardPart],
+        pulled: Sequence[ShardPart],
+    ) -> None:
+        """Count a request, with the parts that it lists; pieces follow in messages of their own."""
+        self.bytes_in += header.total + whole.nbytes * (header.push_words == PIECES)
+        self.bytes_out += whole.nbytes * (header.pull_words == PIECES)
+        self.pushes += bool(header.flags & PUSH)
+        self.pulls += bool(header.flags & PULL)
+        if pushed is not whole.parts or pulled is not whole.parts:
+            self.rows += sum(len(rows) for _, rows in (*pushed, *pulled) if rows is not None)
+
+    def facts(self) -> dict[str, float]:
+        """Return all numbers by their names."""
+        return asdict(self)

@@ -1,0 +1,92 @@
+"""Shares follow the measured load of servers while they train (R22)."""
+
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpidist as md
+from mpidist.errors import ConfigError, MismatchError
+
+SLOW = 2  # the rank whose server is slow
+
+
+class Slow:
+    """Plain SGD; on one rank an element takes 50 us, on the others 10 us."""
+
+    elementwise = True
+
+    def init(self, parameters):
+        return {}
+
+    def update(self, gradients, state, parameters):
+        each = 50e-6 if MPI.COMM_WORLD.rank == SLOW else 10e-6
+        time.sleep(each * sum(map(np.size, gradients.values())))
+        for name, gradient in gradients.items():
+            parameters[name] -= gradient
+
+
+@pytest.mark.ranks(3)
+def test_a_slow_server_gets_less_and_steps_get_shorter(comm):
+    with md.ServerGroup(comm, servers=2) as group:
+        client = group.add("m", {"w": np.zeros(1000)}, optimizer=Slow())
+        if client is not None:
+            times, steps = [], 5
+            while True:
+                start = time.perf_counter()
+                for _ in range(steps):
+                    w = client.push_pull({"w": np.ones(1000)})["w"]
+                times.append((time.perf_counter() - start) / steps)
+                if (found := group.rebalance(md.Rebalance(step=1, gain=0.15))) is None:
+                    break
+                assert found == pytest.approx(group.shares)
+            assert len(times) > 1
+            assert group.rebalance() is None  # nothing was measured since
+            assert w.tolist() == [-float(steps * len(times))] * 1000
+            # 25 ms become 8.3 ms, if one element takes 50 us on one server and 10 us on the other.
+            assert times[-1] < 0.75 * times[0]
+            load = group.load()
+            assert [one["rank"] for one in load] == [1, 2]
+            assert [one["pushes"] for one in load] == [steps * len(times)] * 2
+            assert load[0]["bytes_in"] > load[1]["bytes_in"] > 0
+            assert load[0]["share"] == group.shares[0] > 0.7
+    served = [one["server"]["load"] for one in group.report()["ranks"] if one["server"]]
+    assert [one["pushes"] for one in served] == [served[0]["pulls"]] * 2
+    assert all(one["busy_seconds"] > 0.05 for one in served)
+
+
+@pytest.mark.ranks(3)
+def test_what_is_counted(comm):
+    """Bytes of pieces and of whole messages, and named rows."""
+    shape = (4000, 100)
+    with md.ServerGroup(comm, servers=2) as group:
+        client = group.add("m", {"w": np.zeros(shape, "f4")}, optimizer=md.optim.sgd(1.0))
+        if client is not None:
+            client.push_pull({"w": np.ones(shape)}, out={"w": np.empty(shape, "f4")})
+            before = group.load()
+            assert all(8e5 < one["bytes_in"] < 8.1e5 for one in before)
+            assert all(8e5 < one["bytes_out"] < 8.1e5 for one in before)
+            assert [one["rows"] for one in before] == [0, 0]
+            rows = np.array([1, 3, 3999])
+            client.push_pull({"w": (rows[:2], np.ones((2, 100)))}, what={"w": rows})
+            after = group.load()
+            assert [one["rows"] for one in after] == [4, 1]
+            headers, words = 128, 8 * (2 + 2 + 2 + 2)
+            assert after[0]["bytes_in"] - before[0]["bytes_in"] == headers + words + 2 * 400
+            assert after[0]["bytes_out"] - before[0]["bytes_out"] == headers + 2 * 400
+            assert after[1]["bytes_out"] - before[1]["bytes_out"] == headers + 400
+
+
+@pytest.mark.ranks(3)
+def test_another_policy_on_one_rank(comm):
+    with md.ServerGroup(comm, servers=1) as group:
+        client = group.add("m", {"w": np.zeros(9)}, optimizer=md.optim.sgd(1.0))
+        if client is not None:
+            for wrong, kind, text in [
+                ({"gain": 0.5}, MismatchError, "rebalance: policy differs"),
+                ("never", ConfigError, "rebalance='never'; expected 'auto'"),
+            ]:
+                with pytest.raises(kind, match=text):
+                    group.rebalance(wrong if comm.rank else None)
+                client.push_pull({"w": np.ones(9)})
