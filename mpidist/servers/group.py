@@ -25,7 +25,7 @@ from ..events import trails
 from ..runtime.context import free, of
 from .add_model import agree_to_remove, host_model
 from .balance.online_shares import OnlineShares
-from .balance.rebalance import Measured
+from .balance.rebalance import BusySince
 from .client import Client
 from .consistency import BSP, Consistency
 from .layout.agree_on_roles import agree_on_roles
@@ -106,7 +106,7 @@ class ServerGroup(OnlineShares):
                 self._server.on_pause = lambda tag: None  # the rank's worker does the server's part
             else:
                 self._server.on_call = self._take_part
-        self._measured = Measured(seconds=time.monotonic())
+        self._measured = BusySince(seconds=time.monotonic())
         self._changes = ModelChanges(self.link, self._server)
 
     # -- models ----------------------------------------------------------------------------

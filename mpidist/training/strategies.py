@@ -23,7 +23,7 @@ from ..pipeline.stage_plan import check_layers, plan_stages
 from ..registry import build, look_up
 from ..servers.balance.rebalance import Rebalance, rebalance_policy
 from ..servers.consistency import ASP, BSP, SSP, Consistency
-from ..servers.layout.roles import AUTO, choose_ranks, has_shares, ranks_asked
+from ..servers.layout.roles import AUTO, choose_ranks, has_shares, listed_shares, ranks_asked
 from ..servers.model_facts import check_nonfinite
 from ..servers.modes.backup_workers import BackupWorkers
 from ..servers.modes.dynamic_bound import DSSP
@@ -409,7 +409,7 @@ def _parameter_server(
         raise ConfigError(f"{setting} needs consistency={needed}, got {consistency!r}")
     mode = build(CONSISTENCIES, consistency, settings, "consistency")
     if shares is not None:
-        servers = _shares(shares, servers)
+        servers = listed_shares(shares, servers)
     asked = ranks_asked(servers)
     ranks = [asked] if isinstance(asked, int) else [*range(2)] if asked == AUTO else [*asked]
     if min(ranks, default=-1) < 0 or len(ranks) != len(set(ranks)):
@@ -444,22 +444,6 @@ def _changes(changes) -> dict | None:
     if len(modes) < len(pairs):
         raise ConfigError(f"changes={shown(changes)}: a step stands there twice")
     return modes
-
-
-def _shares(shares, servers) -> dict:
-    """Return the dict of shares that a job file writes as a list of pairs."""
-    if servers != 1:
-        raise ConfigError(f"shares and servers={shown(servers)}: give one of the two")
-    try:
-        pairs = [(rank, share) for rank, share in shares]
-        found = dict(pairs)
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"shares={shown(shares)}; expected a list of [rank, share], such as [[0, 1], [1, 4]]"
-        ) from None
-    if len(found) < len(pairs):
-        raise ConfigError(f"shares={shown(shares)}: a rank stands there twice; give each one once")
-    return found
 
 
 STRATEGIES: dict[str, Callable] = {

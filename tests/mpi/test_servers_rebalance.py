@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 from mpi4py import MPI
+from test_train import fit
 
 import mpidist as md
 from mpidist.errors import ConfigError, MismatchError
@@ -90,3 +91,37 @@ def test_another_policy_on_one_rank(comm):
                 with pytest.raises(kind, match=text):
                     group.rebalance(wrong if comm.rank else None)
                 client.push_pull({"w": np.ones(9)})
+
+
+@pytest.fixture
+def folder(comm, tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("run")) if MPI.COMM_WORLD.rank == 0 else None
+    return MPI.COMM_WORLD.bcast(path)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"servers": {1: 1, 2: 5}, "placement": [2]},
+        {"servers": {0: 3, 1: 1, 2: 2}, "placement": "colocated"},
+    ],
+    ids=str,
+)
+def test_train_has_the_same_bits(comm, folder, given, monkeypatch):
+    """`md.train` whose shares change every 3 steps, with a checkpoint on the way."""
+    looks = []
+    monkeypatch.setattr(
+        md.Rebalance, "follow", lambda self, shares, since: looks.append(0) or [*shares[::-1]]
+    )
+    expected, _ = fit(comm, strategy=md.ParameterServer(**given))
+    strategy = md.ParameterServer(**given, rebalance=3)
+    _, half = fit(comm, strategy=strategy, checkpoint=folder, stop_after=11)
+    assert half.steps == 11
+    parameters, result = fit(comm, strategy=strategy, checkpoint=folder)
+    assert (result.resumed_at, result.finished) == (11, True)
+    if comm.rank == 0:
+        assert len(looks) == 3 + 12 // 3  # clocks count from the resume on
+    if comm.rank != given["placement"][-1]:
+        for name, values in expected.items():
+            assert values.tobytes() == parameters[name].tobytes()

@@ -57,6 +57,7 @@ TESTS = {
     "ServerGroup.add": f"{SETTINGS}::test_add",
     "ServerGroup.remove": "test_servers_models.py::test_one_rank_removes_another",
     "ServerGroup.repartition": "test_servers_repartition.py::test_wrong_calls",
+    "ServerGroup.rebalance": "test_servers_rebalance.py::test_another_policy_on_one_rank",
     "ServerGroup.pause": f"{METHODS}::test_a_tag_that_is_none_on_one_worker",
     "parameter_server": f"{SETTINGS}::test_parameter_server",
     "elastic": "test_elastic_arguments.py::test_an_argument_of_one_rank",
@@ -83,7 +84,7 @@ TESTS = {
 #: Collective entries that take nothing which could differ, and why.
 WITHOUT_ARGUMENTS = {
     "free", "Plan", "Handle.wait", "Topology.inter_comm", "Topology.close", "Gradients.close",
-    "ServerGroup.barrier", "ServerGroup.close", "Stage.close", "Stage.drain",
+    "ServerGroup.barrier", "ServerGroup.load", "ServerGroup.close", "Stage.close", "Stage.drain",
     *(f"{store}.{name}" for store in ("CheckpointStore", "TieredStore")
       for name in ("latest_step", "continue_newest", "wait", "let_go", "close")),
     "TieredStore.stop_holding",

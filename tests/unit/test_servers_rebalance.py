@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import mpidist as md
 from mpidist.errors import ConfigError
-from mpidist.servers.balance.rebalance import Measured, rebalance_policy
+from mpidist.servers.balance.rebalance import BusySince, rebalance_policy
 
 
 def test_shares_move_half_of_the_way_to_the_speeds():
@@ -52,7 +52,7 @@ def test_a_server_that_measured_nothing_moves_nothing():
     assert md.Rebalance().propose([0.5, 0.5], [0.0, 1.0]) is None
     assert md.Rebalance().propose([1.0, 0.0], [1.0, 0.0]) is None
     for pushes, seconds, moves in [(9, 1.0, True), (0, 1.0, False), (9, 100.0, False)]:
-        since = [Measured(busy, pushes, seconds) for busy in (0.2, 0.8)]
+        since = [BusySince(busy, pushes, seconds) for busy in (0.2, 0.8)]
         assert (md.Rebalance().follow([0.5, 0.5], since) is not None) == moves
 
 

@@ -34,6 +34,8 @@ def test_a_mode_and_its_settings(settings, mode):
         ({"push_every": 2}, "push_every=2 needs consistency ASP, SSP.1. or more, or DSSP, got BSP"),
         ({"consistency": "asp", "pull_every": 0}, "pull_every"),
         ({"consistency": "asp", "push_every": 1.5}, "push_every"),
+        ({"rebalance": "yes"}, "rebalance='yes'; expected 'auto', every how many steps"),
+        ({"consistency": "backup_workers", "rebalance": 5}, "needs workers that make all steps"),
         ({"nonfinite": "keep"}, "nonfinite is 'keep'; give 'raise' or 'drop'"),
         ({"changes": 3}, r"changes=3; expected a list of \[step, mode\]"),
         ({"changes": [[3, "asp"], [2, "bsp"]]}, "are not in ascending order"),
@@ -58,6 +60,14 @@ def test_changes_of_the_mode():
         check_elastic(True, made, None)
     with pytest.raises(ConfigError, match="changes: push_every and pull_every need one mode"):
         md.ParameterServer(1, md.ASP(), push_every=2, changes={3: md.SSP(2)})
+
+
+def test_rebalance():
+    made = from_settings("parameter_server", {"rebalance": {"every": 50, "gain": 0.2}})
+    assert made == md.ParameterServer(rebalance=md.Rebalance(50, 0.2))
+    assert md.ParameterServer(rebalance="auto").rebalance == md.Rebalance()
+    with pytest.raises(ConfigError, match="elastic: rebalance changes shares"):
+        check_elastic(True, made, None)
 
 
 def test_rare_pushes_and_pulls():

@@ -15,7 +15,7 @@ from ..link import GroupCall, Link, nothing
 from ..modes.model_changes import ModelChanges
 from ..server import Server
 from .change_shares import Asked, Members, change_shares
-from .rebalance import Measured, Rebalance, rebalance_policy
+from .rebalance import BusySince, Rebalance, rebalance_policy
 from .server_load import ServerLoad
 
 
@@ -32,7 +32,7 @@ class OnlineShares:
     _layouts: dict[str, ServerLayout]
     _clients: list[Client]
     _server: Server | None
-    _measured: Measured  # of this rank's server, at the last look
+    _measured: BusySince  # of this rank's server, at the last look
     _changes: ModelChanges
     transports: dict[str, str]
     _pause: Callable[[Any], None]
@@ -163,13 +163,13 @@ class OnlineShares:
     def _follow_load(self, given: Any) -> list[float] | None:
         worker, server = self.comm.rank in self.worker_ranks, self._server
         load = ServerLoad() if server is None else server.load
-        now = Measured(load.busy_seconds, load.pushes, time.monotonic())
+        now = BusySince(load.busy_seconds, load.pushes, time.monotonic())
         since = now.since(self._measured)
 
-        def describe() -> tuple[Rebalance | None, Measured]:
+        def describe() -> tuple[Rebalance | None, BusySince]:
             return (rebalance_policy(given) or Rebalance()) if worker else None, since
 
-        def decide(everyone: list[tuple[Rebalance | None, Measured]]) -> list[float] | None:
+        def decide(everyone: list[tuple[Rebalance | None, BusySince]]) -> list[float] | None:
             policy = everyone[self.worker_ranks[0]][0] or Rebalance()
             if differs := difference([{"policy": repr(one or policy)} for one, _ in everyone]):
                 raise MismatchError(f"rebalance: {differs}; all workers must give the same")

@@ -26,17 +26,17 @@ _LEAST = 0.1
 _BUSY = 0.02
 
 
-class Measured(NamedTuple):
+class BusySince(NamedTuple):
     """The busy seconds and the pushes of a server, and the time of the look, or those since one."""
 
     busy: float = 0.0
     pushes: int = 0
     seconds: float = 0.0
 
-    def since(self, before: Measured) -> Measured:
+    def since(self, before: BusySince) -> BusySince:
         """Return the differences from an earlier look."""
         busy, pushes, seconds = before
-        return Measured(self.busy - busy, self.pushes - pushes, self.seconds - seconds)
+        return BusySince(self.busy - busy, self.pushes - pushes, self.seconds - seconds)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Rebalance:
                 limits = "above 0 and below 1" if name == "gain" else "above 0, at most 1"
                 raise ConfigError(f"Rebalance: {name} is {shown(value)}, expected {limits}")
 
-    def follow(self, shares: Sequence[float], since: Sequence[Measured]) -> list[float] | None:
+    def follow(self, shares: Sequence[float], since: Sequence[BusySince]) -> list[float] | None:
         """Return `propose` of what servers have measured, or None if it says too little."""
         if any(not one.pushes for one in since):
             return None

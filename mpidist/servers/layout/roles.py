@@ -165,6 +165,22 @@ def balanced_shares(hosts: Sequence[Hashable], workers: Sequence[int]) -> dict[i
     return shares
 
 
+def listed_shares(shares, servers) -> dict:
+    """Return the dict of shares that a job file writes as a list of pairs."""
+    if servers != 1:
+        raise ConfigError(f"shares and servers={shown(servers)}: give one of the two")
+    try:
+        pairs = [(rank, share) for rank, share in shares]
+        found = dict(pairs)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"shares={shown(shares)}; expected a list of [rank, share], such as [[0, 1], [1, 4]]"
+        ) from None
+    if len(found) < len(pairs):
+        raise ConfigError(f"shares={shown(shares)}: a rank stands there twice; give each one once")
+    return found
+
+
 def has_shares(servers: Any, placement: Any) -> bool:
     """Whether the arguments give shares, or a list of the ranks that only serve."""
     return isinstance(servers, Mapping | str) or not isinstance(placement, str)
