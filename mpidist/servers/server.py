@@ -339,6 +339,7 @@ class Server:
         whole = pull.parts is model.whole.parts
         nbytes = model.whole.nbytes if whole else data_bytes(shard.layout, pull.parts)
         total = HEADER_BYTES + nbytes
+        self.load.bytes_out += total
         record, clock = model.record, model.gate.clocks[worker]
         header = (
             protocol.PULL, 0, clock, total, 0, 0, -1, shard.version, gap, held,
@@ -355,7 +356,6 @@ class Server:
                 view[...] = shard.values(part)
         else:
             shard.read(pull.parts, buffer, HEADER_BYTES)
-        self.load.bytes_out += total
         model.keep(worker, pull.parts)
         pull.operation[OPEN] = False
         if pull.pieces:

@@ -210,6 +210,7 @@ class Flood:
         self.looks = looks
         self.give = self.received = lambda _: None
         self.reap, self.bytes_in_flight, self.tag = lambda: True, 0, 0
+        self.moved = False
 
     def Iprobe(self, source, tag, status=None):
         if status is not None:

@@ -94,6 +94,7 @@ class ServerDoors:
         server, model, worker = self._server, box.model, door.worker
         header = read_header(box.push, box.push.size, door.rank)
         operation = server.begin(FLAGS, worker, header, model)
+        server.load.count(header, model.whole, model.whole.parts, model.whole.parts)
         gate = model.gate
         push = Push(None, box.parts, header.samples, model.pulled[worker])
         actions = gate.push(worker, push, bool(header.gap))
