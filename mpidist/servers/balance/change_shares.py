@@ -35,7 +35,7 @@ from .moved_arrays import PARAMETERS, PULLED, arrays_of, move_model
 DOING = "repartition"
 
 
-class Asked(NamedTuple):
+class AskedShares(NamedTuple):
     """The arguments of `repartition`; dedicated servers have none."""
 
     servers: Any = None
@@ -79,7 +79,7 @@ class Members(NamedTuple):
     elastic: bool
 
 
-def change_shares(members: Members, given: Asked | None) -> Members | None:
+def change_shares(members: Members, given: AskedShares | None) -> Members | None:
     """Divide the models of a group anew. Collective over the group, while workers are in a pause.
 
     `given` has the arguments on a worker, and is None on a dedicated server. Returns what the rank
@@ -138,7 +138,7 @@ def _finish_sending(link, models: Sequence[Hosted]) -> None:
 # -- facts and decision ------------------------------------------------------------------------
 
 
-def _describe(members: Members, given: Asked | None) -> dict[str, Any]:
+def _describe(members: Members, given: AskedShares | None) -> dict[str, Any]:
     if members.elastic:
         raise ConfigError(
             "the servers of an elastic run divide the model themselves, after a death; call "

@@ -14,7 +14,7 @@ from ..layout.placement import ServerLayout
 from ..link import GroupCall, Link, nothing
 from ..modes.model_changes import ModelChanges
 from ..server import Server
-from .change_shares import Asked, Members, change_shares
+from .change_shares import AskedShares, Members, change_shares
 from .rebalance import BusySince, Rebalance, rebalance_policy
 from .server_load import ServerLoad
 
@@ -74,7 +74,7 @@ class OnlineShares:
             The workers stand at different clocks of a model whose mode holds pushes, or some of
             them make another call.
         """
-        self._with_servers("repartition", Asked(servers, weights))
+        self._with_servers("repartition", AskedShares(servers, weights))
 
     def load(self) -> list[dict[str, float]]:
         """Return what each server has measured of its work so far. Collective over the workers.
@@ -134,7 +134,7 @@ class OnlineShares:
             if self.link.failed is not None or getattr(error, "known_on", None) is not self.link:
                 raise
 
-    def _change_shares(self, given: Asked | None) -> None:
+    def _change_shares(self, given: AskedShares | None) -> None:
         elastic = self.votes or ulfm.current is not None
         members = Members(
             self.link, self._server, self._layouts, self._clients, self.server_ranks,
@@ -179,7 +179,7 @@ class OnlineShares:
             found = self.link.run_on_all("rebalance", describe, decide)
         self._measured = now
         if found is not None:
-            self._change_shares(Asked(None, found) if worker else None)
+            self._change_shares(AskedShares(None, found) if worker else None)
         return found
 
 
