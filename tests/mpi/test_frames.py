@@ -100,5 +100,8 @@ def test_train_adds_little(comm, algorithm):
         )  # fmt: skip
     with md.Arena(alone, {"x": (2000, "f4")}) as arena:
         alone_depth = depth_of(lambda: md.allreduce(alone, arena, algorithm=algorithm))
-    assert 0 < max(seen) <= alone_depth + TRAIN_ADDS
+    # What is sent while a rank waits for a late message is a frame deeper, and may be in few calls.
+    most = {"native": NATIVE, "ring": SCHEDULE}[algorithm]
+    assert 0 < alone_depth <= most
+    assert 0 < max(seen) <= most + TRAIN_ADDS
     md.free(alone)
