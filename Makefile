@@ -88,9 +88,8 @@ fuzz: $(VENV)/.test
 test-launch: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile tests/launch $(PYTEST_ARGS) $(AGAIN)
 
-# First what measures a network and the loss of a node: beside the unit tests, which give way.
 test-cluster: $(VENV)/.test
-	$(BIN)/python -m pytest -q tests/cluster/test_n*.py tests/cluster $(PYTEST_ARGS) $(AGAIN)
+	$(BIN)/python -m pytest -q tests/cluster $(PYTEST_ARGS) $(AGAIN)
 
 test-slurm: $(VENV)/.test
 	$(BIN)/python -m pytest -q tests/cluster -m slurm $(PYTEST_ARGS)

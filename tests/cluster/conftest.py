@@ -14,6 +14,15 @@ from second_start import once_more
 
 from mpidist.launch.launchers import find_launcher, launch
 
+#: What measures a network, or the time after a loss.
+MEASURED = ("test_network", "test_node_lost", "test_elastic")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Begin with what is measured: beside the unit tests, which give way (see `make test`)."""
+    items.sort(key=lambda item: item.path.stem not in MEASURED)
+
 
 @pytest.fixture(scope="session")
 def openmpi():
