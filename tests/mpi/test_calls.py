@@ -71,7 +71,7 @@ def test_a_bad_argument_everywhere_harms_nothing(comm):
             with pytest.raises(ConfigError, match=words):
                 md.allreduce(mine, np.ones(5), **bad)
     if comm.rank == 0:
-        time.sleep(1.3)  # the others look around, and hear what they know
+        time.sleep(0.4)  # the others look around, and hear what they know
     x = np.ones(5)
     assert (md.allreduce(mine, x) == comm.size).all()
     md.free(mine)

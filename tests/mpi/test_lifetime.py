@@ -86,7 +86,7 @@ def test_no_status_is_left_behind(comm):
         mine = comm.Dup()
         md.allreduce(mine, np.ones(3), algorithm="ring")
         if comm.rank == 0:
-            time.sleep(1.3)  # the others tell where they are, and nobody needs to know
+            time.sleep(0.4)  # the others tell where they are, and nobody needs to know
         md.allreduce(mine, np.ones(3), algorithm="ring")
         md.free(mine)
         mine.Free()
@@ -167,7 +167,7 @@ def test_who_comes_after_the_others_have_left_makes_no_blocking_call(comm, monke
         if comm.rank == 0:
             signal.setitimer(signal.ITIMER_REAL, 0.1)
         if comm.rank == 1:
-            time.sleep(1.5)
+            time.sleep(0.8)
         with pytest.raises((KeyboardInterrupt, MismatchError), match="stopped by the test"):
             md.allreduce(mine, np.ones(3000), algorithm="native")
     finally:

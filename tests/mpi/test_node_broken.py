@@ -224,7 +224,7 @@ def test_where_a_barrier_of_mpi_stands_in_their_place(comm, monkeypatch):
 @pytest.mark.ranks(2, 3)
 def test_a_rank_that_says_nothing(comm, monkeypatch):
     """It left its mark and could not tell why: the others name it."""
-    monkeypatch.setattr(node_barrier, "HEARSAY", 1.0)
+    monkeypatch.setattr(node_barrier, "HEARSAY", 0.4)
     other = comm.Dup()
     call = md.plan(other, np.empty(10), algorithm="node")
     call()
