@@ -4,7 +4,6 @@ import time
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 from test_train import fit
 
 import mpidist as md
@@ -188,11 +187,8 @@ def test_the_optimizer_changes_without_a_worker_that_left(comm):
 
 
 @pytest.mark.ranks(3)
-def test_modes_of_a_training_run(comm, tmp_path_factory):
+def test_modes_of_a_training_run(comm, folder):
     """A policy is asked for each step, also after a resume; a mapping works as well."""
-    path = MPI.COMM_WORLD.bcast(
-        str(tmp_path_factory.mktemp("run")) if MPI.COMM_WORLD.rank == 0 else None
-    )
     asked = []
 
     def policy(step):
@@ -200,10 +196,10 @@ def test_modes_of_a_training_run(comm, tmp_path_factory):
         return {3: md.BSP(), 6: md.SSP(1)}.get(step)
 
     strategy = md.ParameterServer(1, md.ASP(), changes=policy)
-    fit(comm, strategy=strategy, epochs=None, steps=4, checkpoint=path)
+    fit(comm, strategy=strategy, epochs=None, steps=4, checkpoint=folder)
     assert asked == ([] if comm.rank == 2 else [2, 3, 4, 5])
     asked.clear()
-    _, found = fit(comm, strategy=strategy, epochs=None, steps=8, checkpoint=path)
+    _, found = fit(comm, strategy=strategy, epochs=None, steps=8, checkpoint=folder)
     assert found.resumed_at == 4
     assert asked == ([] if comm.rank == 2 else [6, 7, 8, 9])
     steps = md.ParameterServer(1, md.BSP(), changes={3: md.SSP(1), 5: md.BSP()})

@@ -93,12 +93,6 @@ def test_another_policy_on_one_rank(comm):
                 client.push_pull({"w": np.ones(9)})
 
 
-@pytest.fixture
-def folder(comm, tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("run")) if MPI.COMM_WORLD.rank == 0 else None
-    return MPI.COMM_WORLD.bcast(path)
-
-
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(
     "given",

@@ -358,3 +358,11 @@ def test_collectives_are_a_library_of_their_own():
     loaded = {part_of(name) for name in run.stdout.split() if name.split(".")[0] == "mpidist"}
     assert "collectives" in loaded
     assert {part for part in loaded if FLOORS[part] > 2} == set()
+
+
+def test_no_test_calls_a_collective_of_the_world():
+    """In tests/mpi the ranks that a test does not need are not in it, and would never come."""
+    calls = re.compile(r"\b(COMM_)?WORLD\.(?!rank\b|size\b)\w+")
+    tests = sorted((ROOT / "tests" / "mpi").glob("test_*.py"))
+    assert tests
+    assert [(p.name, m[0]) for p in tests for m in calls.finditer(p.read_text())] == []
