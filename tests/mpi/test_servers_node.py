@@ -1,5 +1,6 @@
 """Workers and servers of one host share memory: the same values, and no message with data."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,14 @@ import pytest
 
 import mpidist as md
 from mpidist.errors import ConfigError
+from mpidist.servers.consistency import Apply
+from mpidist.servers.layout.placement import place_tensors
+from mpidist.servers.modes.hosted_model import Push
+from mpidist.servers.shards import ServerShard
 from mpidist.servers.wire import node_share
+from mpidist.servers.wire.due_actions import DueActions
+from mpidist.servers.wire.node_share import NodePair
+from mpidist.servers.wire.node_stream import COPIED, NodeClientStream
 
 
 @pytest.fixture
@@ -171,3 +179,45 @@ def test_after_other_shares(comm, size):
     for rank in group.report()["ranks"]:
         why = "messages: the servers have changed"
         assert rank["transport"] == {"a": why, "b": "shared memory"}
+
+
+@pytest.mark.ranks(3)
+def test_a_slow_reader_sees_one_version(comm, monkeypatch):
+    """When BSP ends, another worker's update waits until the slow one has copied its answer."""
+    size, take = 200_000, NodeClientStream._take
+
+    def slowly(self, number):
+        time.sleep(0.03)
+        take(self, number)
+
+    with md.ServerGroup(comm, servers=1) as group:
+        client = group.add("m", {"x": np.zeros(size)}, optimizer=md.optim.sgd(1.0))
+        if client is None:
+            return
+        if comm.rank == 0:
+            monkeypatch.setattr(NodeClientStream, "_take", slowly)
+        for step in range(6):
+            if step == 2:
+                client.consistency = md.ASP()
+            seen = client.push_pull({"x": np.full(size, -1.0)})["x"]
+            assert seen.min() == seen.max()
+            if step < 2:
+                seen = client.pull()["x"]
+                assert seen.min() == seen.max() == step + 1
+        group.barrier()
+        assert (client.pull()["x"] == 6).all()
+
+
+@pytest.mark.ranks(1)
+def test_an_update_waits_for_readers(comm):
+    """It is due only when each worker has copied all pieces that it may copy."""
+    shard = ServerShard(place_tensors({"x": ((4,), "f8")}, 1), 0, md.optim.sgd(1.0), {}, 0)
+    lines = [memoryview(np.zeros(64, np.uint8)).cast("q") for _ in range(2)]
+    due = DueActions(shard, 8)
+    due._readers.add(0, NodePair(lines[0], lines[1], None, None, [], {}), 3)
+    push = Apply(0, ((0, Push(None, [], 1, 0)),))
+    for copied in range(3):
+        lines[0][COPIED] = copied
+        assert list(due.ready([push] if not copied else [], lambda _: [])) == []
+    lines[0][COPIED] = 3
+    assert list(due.ready([], lambda _: [])) == [push]

@@ -17,7 +17,7 @@ from ..consistency import Action, Apply
 from ..link import Link
 from ..shards import ServerShard
 from .node_share import NodeShare
-from .node_stream import NodePushStream
+from .node_stream import NodePushStream, NodeReaders
 from .server_stream import AnswerSends, PullStream, PushStream, ShardPieces, StreamedUpdate
 
 
@@ -39,6 +39,7 @@ class DueActions:
         self._actions: deque[Action] = deque()
         self._pulls: list[PullStream] = []
         self._sends: AnswerSends | None = None  # made for the first push in pieces
+        self._readers = NodeReaders()
 
     def __len__(self) -> int:
         return len(self._actions)
@@ -54,12 +55,14 @@ class DueActions:
         if self._sends is None:
             self._sends = AnswerSends(link)
         if self.share is not None and (pair := self.share.pair(source, link.comm.rank)):
+            self._readers.add(source, pair, 0)
             return NodePushStream(source, pair)
         return PushStream(link, source, self._pieces.pieces)
 
     def send(self, link: Link, rank: int) -> None:
         """Begin to send all parameters in pieces; no update is due before they have arrived."""
-        if self.share is not None and self.share.has(rank, link.comm.rank):
+        if self.share is not None and (pair := self.share.pair(rank, link.comm.rank)):
+            self._readers.add(rank, pair, len(self._pieces.pieces))
             return  # the worker copies them
         self._pulls.append(PullStream(link, rank, self._pieces))
 
@@ -78,6 +81,8 @@ class DueActions:
         self._actions += actions
         while self._actions:
             action = self._actions[0]
+            if isinstance(action, Apply) and self.update is None and not self._readers.have_read():
+                return
             if self._sends is not None and isinstance(action, Apply):
                 if self.update is None and not self._sends.reap():
                     return

@@ -8,9 +8,9 @@
 
 The worker counts the pieces that are in the ring, and the server those that it has updated. No
 piece is sent: the server reads gradients in the ring, and the worker copies new parameters from
-the memory in which the server updates them. As in `server_stream`, no worker of such a model gets
-an answer before all have pushed, and nothing is updated before all have the answers, so a worker
-always reads the parameters of one version.
+the memory in which the server updates them. Both also count the pieces that the worker may copy,
+and has copied. The server begins the next update only when these are equal, so a worker always
+reads parameters of one version.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from .node_share import NodePair, count_shared
 from .server_stream import PushStream
 from .wire_pieces import WirePiece
 
-#: The places in a line: how many pieces the worker has put into the ring; and how many the server
-#: has updated.
-PUSHED, UPDATED = 4, 4
+#: The places in the line of a worker: how many pieces are in the ring, and how many it has copied.
+#: In the line of a server: how many it has updated. It keeps the number to be copied as well.
+PUSHED, COPIED = 4, 5
+UPDATED, ALLOWED = 4, 5
 
 
 class NodePushStream(PushStream):
@@ -53,7 +54,25 @@ class NodePushStream(PushStream):
 
     def use(self) -> None:
         """Say that the oldest piece is updated: the worker may read the new parameters."""
+        self._answered[ALLOWED] += 1
         self._answered[UPDATED] += 1
+
+
+class NodeReaders:
+    """The workers of this host that may be copying parameters of one model on this server."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[int, NodePair] = {}
+
+    def add(self, rank: int, pair: NodePair, pieces: int) -> None:
+        """Let a worker copy so many pieces, besides those of its pushes."""
+        self._pairs[rank] = pair
+        pair.answered[ALLOWED] += pieces
+
+    def have_read(self) -> bool:
+        """Whether the workers have copied all that they may, so that it may change."""
+        pairs = self._pairs.values()
+        return all(pair.rung[COPIED] == pair.answered[ALLOWED] for pair in pairs)
 
 
 class NodeClientStream:
@@ -118,3 +137,4 @@ class NodeClientStream:
             np.copyto(
                 self._out[self._names[tensor]][start:stop], values[start - first : stop - first]
             )
+        self._pair.rung[COPIED] += 1  # the server may change these now
