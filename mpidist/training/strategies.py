@@ -344,17 +344,13 @@ class Pipeline:
         self, comm, model, optimizer, *, global_batch: int, seed: int, microbatches=None,
         store=None, resume=False,
     ):  # fmt: skip
-        """Return the object that trains the stages in one run. Collective over `comm`.
-
-        With cuts="auto", the newest checkpoint of `store` tells how well the last cuts suit.
-        """
+        """Return the object that trains the stages in one run. Collective over `comm`."""
         from .exchanges.pipeline_exchange import CutChoice, Stages
         from .exchanges.pipelines.pipeline_choice import choose_cuts, last_run
         from .exchanges.pipelines.pipeline_order import order_of_ranks
 
-        samples, last = -(-global_batch // microbatches), None
-        if isinstance(self.cuts, str):
-            last = last_run(comm, store, resume)
+        samples = -(-global_batch // microbatches)
+        last = last_run(comm, store, resume) if isinstance(self.cuts, str) else None
         if self.split is not None:
             return self._open_split(comm, model, optimizer, samples, microbatches, last)
         if isinstance(self.cuts, str):

@@ -7,7 +7,7 @@ import pytest
 
 from mpidist.pipeline import plan_stages
 from mpidist.pipeline.grid import stage_placement
-from mpidist.pipeline.grid.stage_placement import crossing, place_ranks, slot_links
+from mpidist.pipeline.grid.stage_placement import bytes_between_hosts, place_ranks, slot_links
 
 
 def grid_of(*replicas, microbatches=4, **more):
@@ -71,10 +71,10 @@ def test_no_other_order_is_better(exact, monkeypatch):
             links = slot_links(grid_of(*replicas), cuts, [rng.randrange(200) for _ in replicas])
             order = place_ranks(nodes, replicas, links)
             assert sorted(order) == list(range(n))
-            found = crossing(hosts_of(order, nodes), links)
+            found = bytes_between_hosts(hosts_of(order, nodes), links)
             ways = set(itertools.permutations(nodes))
-            least = min(crossing(hosts, links) for hosts in ways)
-            assert found <= crossing(nodes, links) + 1e-9
+            least = min(bytes_between_hosts(hosts, links) for hosts in ways)
+            assert found <= bytes_between_hosts(nodes, links) + 1e-9
             cases += 1
             worse += found > least + 1e-9
     assert worse == 0 if exact else worse <= cases / 10
@@ -85,7 +85,7 @@ def test_many_ranks():
     nodes = [rank // 8 for rank in range(64)]
     grid = grid_of(*[8] * 8, microbatches=16)
     wide = slot_links(grid, [1000] * 7, [1] * 8)
-    assert crossing(hosts_of(place_ranks(nodes, grid.replicas, wide), nodes), wide) == (
+    assert bytes_between_hosts(hosts_of(place_ranks(nodes, grid.replicas, wide), nodes), wide) == (
         8 * 4 * 1 / 8 * 28  # only the sums
     )
     deep = slot_links(grid, [1] * 7, [1000] * 8)

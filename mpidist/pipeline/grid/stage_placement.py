@@ -57,7 +57,7 @@ def slot_links(
     return {pair: size for pair, size in links.items() if size}
 
 
-def crossing(hosts: Sequence, links: Links) -> float:
+def bytes_between_hosts(hosts: Sequence, links: Links) -> float:
     """Return the bytes between slots on different hosts; `hosts` has the host of each slot."""
     return sum(size for (a, b), size in links.items() if hosts[a] != hosts[b])
 
@@ -82,12 +82,15 @@ def place_ranks(nodes: Sequence[int], replicas: Sequence[int], links: Links) -> 
     room = Counter(nodes)
     starts = [list(nodes), *_starts(room, replicas)]
     if factorial(len(nodes)) // prod(map(factorial, room.values())) <= _ALL:
-        found = min(_all_ways(room, len(nodes)), key=lambda hosts: crossing(hosts, links))
+        found = min(
+            _all_ways(room, len(nodes)), key=lambda hosts: bytes_between_hosts(hosts, links)
+        )
     else:
         found = min(
-            (_swapped(start, links) for start in starts), key=lambda one: crossing(one, links)
+            (_swapped(start, links) for start in starts),
+            key=lambda one: bytes_between_hosts(one, links),
         )
-    if crossing(found, links) >= crossing(nodes, links):
+    if bytes_between_hosts(found, links) >= bytes_between_hosts(nodes, links):
         return list(range(len(nodes)))
     ranks: dict[int, list[int]] = defaultdict(list)
     for rank in reversed(range(len(nodes))):

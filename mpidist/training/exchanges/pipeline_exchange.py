@@ -295,13 +295,14 @@ class Stages:
     def layout(self) -> dict:
         """Return the grid, and what each rank has measured. Collective.
 
-        For each rank: `stages` is its stage, `idle` is the share of the time of the steps in which it did not compute,
-        `kept` the most microbatches, times chunks, that it kept at a time, and `stash_bytes` what
-        they and old parameters took; `bytes_sent` is what it has sent to other stages in a step,
-        `versions` the most versions of its parameters, and `staleness` how many updates a gradient
-        has missed at most, `staleness_mean` in the mean. For the job: `cut_bytes` are the bytes
-        over each cut in a step, `bubble` is the mean of `idle`, and `bubble_simulated` that of the
-        schedule with the mean times of this run, if messages and sums take no time.
+        For each rank: `stages` is its stage, `idle` the share of the time of the steps in which it
+        did not compute, `kept` the most microbatches, times chunks, that it kept at a time, and
+        `stash_bytes` what they and old parameters took; `bytes_sent` is what it has sent to other
+        stages in a step, `versions` the most versions of its parameters, and `staleness` how many
+        updates a gradient has missed at most, `staleness_mean` in the mean. For the job:
+        `cut_bytes` are the bytes over each cut in a step, `bubble` is the mean of `idle`, and
+        `bubble_simulated` that of the schedule with the mean times of this run, if messages and
+        sums take no time.
 
         Each rank also logs the computations of its newest step, for ``mpidist pipeline trace``.
         """

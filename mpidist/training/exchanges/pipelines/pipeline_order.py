@@ -13,7 +13,7 @@ from .... import events
 from ....collectives.engines.node_barrier import faked_nodes
 from ....pipeline import PipelineGrid, measure
 from ....pipeline.grid.recut import CutChoice, profile_rows
-from ....pipeline.grid.stage_placement import crossing, place_ranks, slot_links
+from ....pipeline.grid.stage_placement import bytes_between_hosts, place_ranks, slot_links
 from ....pipeline.measure_layers import random_batch
 from ....runtime.agreement.run_on_all import run_on_all
 from ....runtime.topology import topology_of
@@ -42,8 +42,8 @@ def order_of_ranks(
         order = place_ranks(nodes, grid.replicas, links)
         placed = [nodes[rank] for rank in order]
         events.emit(
-            "pipeline_order", order=order, bytes=crossing(placed, links),
-            bytes_in_rank_order=crossing(nodes, links),
+            "pipeline_order", order=order, bytes=bytes_between_hosts(placed, links),
+            bytes_in_rank_order=bytes_between_hosts(nodes, links),
         )  # fmt: skip
         return order if order != sorted(order) else None
 
