@@ -24,10 +24,11 @@ from ...arrays import array_module, copy_into, host_empty, mpi_direct, synchroni
 from ...errors import ConfigError, ProtocolError
 from ...events import emit
 from ...runtime.agreement.mismatch import Signature
-from ...runtime.context import of
+from ...runtime.context import of, running
 from ...runtime.node_memory.arena import Segment
 from ..plan import CachedPlan
 from ..schedules import algorithms, fixed_tree, node
+from .executor import Run, heading, hear_first
 from .node_barrier import SharedProgram, memory_of
 from .prepare_call import prepared
 from .programs import SlotSpace
@@ -68,6 +69,8 @@ class PieceSum:
         self._stack: list = []
         self._next = start
         self._staging: np.ndarray | None = None
+        self._ahead: CachedPlan | None = None
+        self._run: ProgramRun | None = None
         facts = f"{pieces} pieces, {votes} votes"
         self._signature = Signature("piece_sum", self.dtype.name, f"({n})", "sum", "ordered", facts)
         xp = np if like is None else array_module(like)
@@ -115,6 +118,9 @@ class PieceSum:
         if self._plan is not None:
             self._plan.close()
             self._plan = None
+        if self._ahead is not None:
+            self._ahead.release()
+            self._ahead = None
         self.rows = self.rows[:0]
 
     def add(self, vector, weight: float = 1.0) -> None:
@@ -174,6 +180,31 @@ class PieceSum:
         for right in range(len(self._stack) + joins - 1, len(self._stack) - 1, -1):
             self.rows[right - 1] += self.rows[right]
 
+    def prepare(self) -> None:
+        """Prepare the messages of the sum, so that `begin` waits for nobody. Collective.
+
+        Only for host arrays on several nodes, and without votes; otherwise nothing is done.
+        """
+        sent = self.context.size > 1 and self._plan is None and isinstance(self.rows, np.ndarray)
+        if sent and not self.votes and self.n:
+            with self.context.call("piece_sum"):
+                self._ahead = self._message_plan(self.held * self.n).owned()
+
+    def begin(self) -> None:
+        """Begin to send the sums of this rank, which has added all its pieces. Collective.
+
+        `finish` then only waits for the total. Without `prepare`, nothing is done before `finish`.
+        """
+        if self._ahead is not None:
+            with self.context.call("piece_sum"):
+                vector = self.rows[: self.held].reshape(-1)
+                self._run = ProgramRun(self.context, self._ahead, vector)
+
+    def test(self) -> None:
+        """Make progress for the sum that `begin` has begun, if any."""
+        if self._run is not None:
+            self._run.test()
+
     def finish(self, out, votes=()) -> None:
         """Write the sum over all pieces into `out`. Collective; every rank gets the same bits.
 
@@ -191,7 +222,10 @@ class PieceSum:
             counted[0, k] = vote
         context = self.context
         with context.call("piece_sum"):
-            if context.size == 1:
+            if self._run is not None:
+                self._run.wait()
+                self._run = None
+            elif context.size == 1:
                 context.begin(self._signature)
             elif self._plan is not None:
                 plan = self._plan
@@ -207,15 +241,19 @@ class PieceSum:
         self._stack.clear()
         self._next = self.mine.start
 
-    def _exchange(self, partial_sums) -> None:
-        """Add the partial sums of all ranks by messages; the total is then in the first row."""
+    def _message_plan(self, length: int) -> CachedPlan:
+        """Return the plan of the sum by messages. Collective on first use."""
 
         def steps(size: int, rank: int, _length: int, itemsize: int):
             count = algorithms.segments(self.n * itemsize, size)
             options = {"votes": self.votes, "segments": count, "itemsize": itemsize}
             return fixed_tree.piecewise(size, rank, self.n, self.pieces, **options)
 
-        plan = prepared(self.context, self._signature, steps, len(partial_sums), self.dtype)
+        return prepared(self.context, self._signature, steps, length, self.dtype)
+
+    def _exchange(self, partial_sums) -> None:
+        """Add the partial sums of all ranks by messages; the total is then in the first row."""
+        plan = self._message_plan(len(partial_sums))
         if mpi_direct(partial_sums):
             synchronize(partial_sums)
             plan.run(partial_sums)
@@ -225,3 +263,36 @@ class PieceSum:
         copy_into(self._staging, partial_sums)
         plan.run(self._staging)
         copy_into(self.rows[0], self._staging[: self.n])
+
+
+class ProgramRun:
+    """A prepared operation that runs while this rank computes; every wait makes progress for it."""
+
+    def __init__(self, context, plan: CachedPlan, vector):
+        self.context = context
+        number = context.begin(plan.signature, plan.runs)
+        self.sequence = context.sequence
+        hear_first(context)
+        self._run = Run(plan.engine, vector, context.tag(number), heading(context, plan.key))
+        self._run.sequence = self.sequence
+        running.append(self)
+        self.done = False
+
+    def test(self) -> bool:
+        """Make progress; return whether this rank has finished its part."""
+        try:
+            if not self.done and self._run.test():
+                self.done = True
+                running.remove(self)
+        except BaseException as error:
+            self.context.break_off(error, self.sequence)
+            raise
+        return self.done
+
+    def wait(self) -> None:
+        """Wait for the end. Collective."""
+        try:
+            self.context.wait(self.test, self.sequence)
+        except BaseException as error:
+            self._run.finish_sends(error)
+            raise

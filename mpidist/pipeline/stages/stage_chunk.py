@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...collectives.engines.piecewise import PieceSum
-from .piece_order import AnyOrderSum
+from .sum_parts import SumPart, is_sent, parts_of_vector
 
 
 def _nothing(name: str) -> None:
@@ -44,8 +43,8 @@ class Chunk:
         self._later: dict[int, list] = {}  # what `backward_weights` needs
         self._bytes: dict[int, int] = {}  # of what microbatches keep for their backward pass
         self._kept_bytes: dict[tuple, int] = {}  # by the shape of the input
-        self._sums: list[PieceSum] = []
-        self._adding: list[Any] = []
+        self.parts: list[SumPart] = []  # the last layers first
+        self._added: set[int] = set()  # the parts that have the gradients of the newest microbatch
 
     def _write_into(self, views: dict) -> None:
         # The first axis of what a layer writes has an entry for each microbatch, here for one.
@@ -71,9 +70,17 @@ class Chunk:
 
         `in_order` says whether the microbatches come in the order of their numbers.
         """
-        self._sums = [PieceSum(comm, v.size, v.dtype, pieces, like=v) for v in self.vectors]
-        self._adding = self._sums if in_order else [AnyOrderSum(one) for one in self._sums]
-        self._in_order = in_order
+        in_parts = is_sent(comm)
+        for k, vector in enumerate(self.vectors):
+            names = [name for name, view in self.gradients.items() if view.dtype == vector.dtype]
+            free = vector.size - sum(self.gradients[name].size for name in names)
+            cuts = [(0, vector.size - free, set(names))]
+            if in_parts:
+                sizes = [self.gradients[name].size for name in names]
+                cuts = parts_of_vector(names, sizes, vector.dtype.itemsize)
+            for number, (start, stop, inside) in enumerate(cuts):
+                end = vector.size if number == 0 and k == 0 else stop
+                self.parts.append(SumPart(comm, vector[start:end], pieces, inside, in_order))
 
     def forward(self, microbatch: int, x, keep: bool):
         """Return the output for an input; with `keep`, keep what `backward` needs."""
@@ -130,40 +137,48 @@ class Chunk:
         self._later[microbatch] = later
         return dy if self.first is None else None
 
-    def backward_weights(self, microbatch: int) -> None:
+    def backward_weights(self, microbatch: int, ready: Callable[[str], None] = _nothing) -> None:
         """Write the gradients of a microbatch, after its `backward_input`."""
         del self._bytes[microbatch]
         for layer, saved, dy in self._later.pop(microbatch):
             if layer is None:
                 for name, gradient in saved.items():
                     self._written[name][...] = gradient
+                    ready(name)
             else:
-                layer.backward_weights(self.parameters, saved, dy, self._written, _nothing)
+                layer.backward_weights(self.parameters, saved, dy, self._written, ready)
 
-    def add(self, microbatch: int, weight: float | None, loss: float = 0.0) -> None:
-        """Add the gradients of a microbatch, times `weight`; None for one without samples."""
+    def note_loss(self, loss: float) -> None:
+        """Put the loss of a microbatch beside its gradients, before they are added."""
         if self.vectors:
             self.vectors[0][-2] = loss
-        for adding, vector in zip(self._adding, self.vectors, strict=True):
-            number = () if self._in_order else (microbatch,)
-            if weight is None:
-                adding.add(*number, None)
-            else:
-                adding.add(*number, vector, weight)
 
-    def finish(self) -> float:
-        """Put the sums over all microbatches into the gradients; return that of the losses.
+    def add_ready(self, microbatch: int, weight: float, ready: set[str]) -> None:
+        """Add the gradients of those parts whose gradients are all among the names in `ready`."""
+        for k, part in enumerate(self.parts):
+            if k not in self._added and part.names and part.names <= ready:
+                part.add(microbatch, weight)
+                self._added.add(k)
 
-        Collective over the replicas of the stage.
+    def add(self, microbatch: int, weight: float | None) -> None:
+        """Add the gradients of a microbatch, times `weight`; None for one without samples.
+
+        Those parts that `add_ready` has added are left out.
         """
-        for adding, vector in zip(self._adding, self.vectors, strict=True):
-            adding.finish(vector)
+        for k, part in enumerate(self.parts):
+            if k not in self._added:
+                part.add(microbatch, weight)
+        self._added.clear()
+
+    @property
+    def loss(self) -> float:
+        """The sum of the losses, after the sums are finished."""
         return float(self.vectors[0][-2]) if self.vectors else 0.0
 
     def close(self) -> None:
         """Free the sums. Collective over the replicas of the stage, but without a message."""
-        for sums in self._sums:
-            sums.close()
+        for part in self.parts:
+            part.sums.close()
 
 
 def array_bytes(saved: Any) -> int:

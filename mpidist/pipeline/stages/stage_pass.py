@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,11 @@ import numpy as np
 from ...launch.fault_points import fault_point
 from ..pipeline_schedules import RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, StageAction, W
 from .stage_messages import Arrival
+from .sum_parts import SumQueue
+
+
+def _nothing(name: str) -> None:
+    pass
 
 
 class StagePass:
@@ -19,6 +25,9 @@ class StagePass:
         self.stage, self.sizes, self.total = stage, sizes, total
         self.inputs, self.labels = inputs, labels  # of the microbatches that have not entered
         self.scores: dict[int, Any] = {}
+        #: For each chunk, the microbatch whose gradients are added last, and the sums.
+        self.last: dict[int, int] = {}
+        self.queue = SumQueue(())
         #: What was computed: kind, chunk, microbatch, and times of `time.perf_counter`.
         self.spans: list[tuple[str, int, int, float, float]] = []
         self._losses: dict[int, float] = {}
@@ -40,7 +49,10 @@ class StagePass:
     def _skip(self, kind: str, chunk: int, i: int) -> None:
         """Do what an action needs whose microbatch is empty."""
         if kind in (B, W):
+            if chunk == self.stage.last_chunk:
+                self.stage.chunks[chunk].note_loss(0.0)
             self.stage.chunks[chunk].add(i, None)
+            self.queue.progress()
 
     def _forward(self, c: int, i: int) -> None:
         stage = self.stage
@@ -79,7 +91,7 @@ class StagePass:
 
     def _weights_half(self, c: int, i: int) -> None:
         began = time.perf_counter()
-        self.stage.chunks[c].backward_weights(i)
+        self.stage.chunks[c].backward_weights(i, self._ready(c, i))
         self._computed(W, c, i, began)
         self._add(c, i)
         self._done(c, i)
@@ -100,16 +112,31 @@ class StagePass:
             self._done(c, i)
 
     def _whole_backward(self, c: int, i: int, dy):
-        return self.stage.chunks[c].backward(i, dy)
+        return self.stage.chunks[c].backward(i, dy, self._ready(c, i))
+
+    def _ready(self, c: int, i: int) -> Callable[[str], None]:
+        """Return what a layer calls when a gradient is final: sums begin in the last pass."""
+        chunk, names, weight = self.stage.chunks[c], set[str](), self.sizes[i] / self.total
+        if c == self.stage.last_chunk:
+            chunk.note_loss(self._losses.pop(i))
+        if self.last.get(c) != i or len(chunk.parts) < 2:
+            return _nothing
+
+        def ready(name: str) -> None:
+            names.add(name)
+            chunk.add_ready(i, weight, names)
+            self.queue.progress()
+
+        return ready
 
     def _add(self, c: int, i: int) -> None:
         """Add the gradients of a microbatch."""
         began = time.perf_counter()
-        loss = self._losses.pop(i, 0.0) if c == self.stage.last_chunk else 0.0
-        self.stage.chunks[c].add(i, self.sizes[i] / self.total, loss)
+        self.stage.chunks[c].add(i, self.sizes[i] / self.total)
         ended = time.perf_counter()
         self.stage.computing += ended - began
         self.spans[-1] = (*self.spans[-1][:4], ended)  # the backward pass whose gradients these are
+        self.queue.progress()
 
     def _done(self, c: int, i: int) -> None:
         """Give back the buffers of a microbatch that has passed, as soon as its send has ended."""

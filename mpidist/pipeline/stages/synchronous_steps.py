@@ -11,6 +11,7 @@ from ...errors import ConfigError
 from ..pipeline_schedules import B, W
 from .stage_chunk import Chunk
 from .stage_pass import StagePass
+from .sum_parts import SumQueue
 
 
 class SynchronousSteps:
@@ -24,6 +25,10 @@ class SynchronousSteps:
         order = [one.microbatch for one in self._actions if one.kind in (B, W)]
         for chunk in stage.chunks.values():
             chunk.open_sums(stage.replicas, grid.microbatches, in_order=order == sorted(order))
+        # The last chunk has its last backward pass first.
+        chunks = reversed(sorted(stage.chunks))
+        self._queue = SumQueue([part for c in chunks for part in stage.chunks[c].parts])
+        self._last = {one.chunk: one.microbatch for one in self._actions if one.kind in (B, W)}
 
     def check_update(self, update: Callable | None) -> None:
         """Raise ConfigError unless `update` is None."""
@@ -37,12 +42,16 @@ class SynchronousSteps:
         """Do a step; return its spans, and this rank's share of the mean loss. Collective."""
         stage = self._stage
         one_pass = StagePass(stage, sizes, inputs, labels, total)
+        one_pass.last, one_pass.queue = self._last, self._queue
         for action in self._actions:
             one_pass.do(action)
+        # The sums come first, for the receiver of a send may be at its last backward passes.
+        self._queue.finish()
         stage.wait(stage.messages.progress, "the end of the sends")
-        losses = {number: chunk.finish() for number, chunk in stage.chunks.items()}
         # All replicas of the last stage know the whole loss.
-        loss = losses.get(stage.last_chunk, 0.0) if stage.replica == 0 else 0.0
+        loss = 0.0
+        if stage.reads_labels and stage.replica == 0:
+            loss = stage.chunks[stage.last_chunk].loss
         return one_pass.spans, loss
 
     def drain(self) -> list:
