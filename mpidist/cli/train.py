@@ -271,7 +271,10 @@ def _report(job, summary, again: str) -> None:
         found = summary.pipeline
         simulated = found["bubble_simulated"]
         beside = "" if simulated is None else f", {simulated:.1%} if messages took no time"
-        print(f"pipeline cut at {found['cuts']}: ranks were idle {found['bubble']:.1%}{beside}")
+        parts = f"pipeline cut at {found['cuts']}" if found["cuts"] else "one stage"
+        if found.get("split_ranks", 1) > 1:
+            parts += f", {', '.join(found['split'])} split over {found['split_ranks']} ranks"
+        print(f"{parts}: ranks were idle {found['bubble']:.1%}{beside}")
     print(f"results in {job.folder}; to repeat or resume the run: {again}", flush=True)
 
 

@@ -82,8 +82,10 @@ def read_profile(path: str | Path) -> LayerProfile:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is no text; expected a profile of layers") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
     return parse_profile(text, str(path))
 
 

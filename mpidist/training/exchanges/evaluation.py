@@ -25,7 +25,7 @@ from ..feed import beside
 #: Samples per call of ``model.predict``.
 _CHUNK = 256
 #: The most bytes of an array that `digest_of_parts` sends to rank 0 at a time.
-BLOCK = 16 << 20
+BLOCK = 4 << 20
 
 
 class WholeModel:
@@ -138,7 +138,7 @@ def digest_of_parts(comm, arrays: Mapping) -> str:
     return run_on_all(comm, "md.train: digest", total.hexdigest, lambda everyone: everyone[0])
 
 
-def _blocks(comm, mine, dtype: np.dtype, shape, boxes: Mapping) -> Iterator[bytes]:
+def _blocks(comm, mine, dtype: np.dtype, shape, boxes: Mapping) -> Iterator[memoryview]:
     """Yield the bytes of an array on rank 0, a few rows at a time, and nothing on other ranks."""
     rows, row = (shape[0], tuple(shape[1:])) if len(shape) else (1, ())
     step = max(1, BLOCK // max(1, dtype.itemsize * int(np.prod(row, dtype=np.int64))))
@@ -170,4 +170,4 @@ def _blocks(comm, mine, dtype: np.dtype, shape, boxes: Mapping) -> Iterator[byte
         for rank, place, inside, _ in places:
             block[place] = got[at : at + counts[rank]].view(dtype).reshape(inside)
             at += counts[rank]
-        yield block.tobytes()
+        yield block.reshape(-1).view(np.uint8).data
