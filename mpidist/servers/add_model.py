@@ -8,12 +8,14 @@ from collections.abc import Container, Mapping
 from ..errors import ConfigError, MismatchError, ProtocolError, nearest, shown
 from ..launch.free_memory import available_memory
 from ..runtime.agreement.run_on_all import difference
+from ..runtime.topology import topology_of
 from .layout.capacity import check_capacity, needed
 from .layout.placement import RowPolicy, ServerLayout, place_tensors
 from .layout.routing import data_bytes, views, whole_parts
 from .layout.row_selection import Selection
 from .link import Link
 from .model_facts import Request, check_server_optimizer, optimizer_facts, parse_model
+from .modes.device_shard import DeviceShard, check_device
 from .protocol import ADD, HEADER_BYTES, TO_SERVER, VALUES, Header
 from .rows.row_policies import check_open_group, check_row_optimizer
 from .rows.unused_rows import open_bytes
@@ -41,6 +43,7 @@ def host_model(
             raise ConfigError(f"{doing}: this group has a model of that name")
         facts, inits = parse_model(asked)
         asked.consistency.check(len(workers))
+        check_device(asked, group, server is not None, bool(facts["open"]))
         check_server_optimizer(asked.name, asked.optimizer)
         check_row_optimizer(asked.name, policies := _policies(facts), asked.optimizer)
         check_open_group(asked.name, policies, group.votes or group.replicated)
@@ -84,10 +87,10 @@ def host_model(
     policies = {name: RowPolicy(*policy) for name, policy in policies.items()}
     layout = place_tensors(tensors, group.shares, policies)
 
-    share = None
+    share, on_gpu = None, asked.server_device == "gpu"
     if asked.kept is None:
         here = node_ranks(group.comm, servers, workers)
-        share, why = share_memory(here, layout, piece, link.wait)
+        share, why = share_memory(here, layout, 1 << 62 if on_gpu else piece, link.wait)
         group.transports[asked.name] = "shared memory" if share is not None else f"messages: {why}"
         link.doors = link.doors or share
     memory = {} if share is None or server is None else share.parameters(link.comm.rank)
@@ -97,6 +100,10 @@ def host_model(
             return None
         if asked.kept is not None:
             return Hosted(asked, asked.kept.shard, len(workers), asked.kept.copy, piece)
+        if on_gpu:
+            local_rank = topology_of(group.comm).local_rank
+            given = layout, server.index, asked.optimizer, inits, asked.seed
+            return Hosted(asked, DeviceShard(*given, local_rank), len(workers), None, piece)
         shards = [
             ServerShard(layout, index % len(servers), asked.optimizer, inits, asked.seed, room)
             for index, room in ((server.index, memory), (server.index - 1, {}))[

@@ -124,6 +124,7 @@ class ServerGroup(OnlineShares):
         stale: Stale | None = None,
         rows: str | OpenRows | Mapping[str, str | OpenRows] = "dense",
         spread: str | Mapping[str, str] = "ranges",
+        server_device: str = "cpu",
     ) -> Client | None:
         """Add a model to the servers; return the model's client, or None on a dedicated server.
 
@@ -160,6 +161,9 @@ class ServerGroup(OnlineShares):
             see `OpenRows`.
         spread : "ranges" or "rows", or mapping of name to these
             Whether a server holds consecutive rows, or rows are dealt to the servers in turn.
+        server_device : "cpu" or "gpu"
+            Where servers keep the optimizer's state and update the parameters. With "gpu", each
+            server needs CuPy and a GPU.
 
         Raises
         ------
@@ -174,7 +178,7 @@ class ServerGroup(OnlineShares):
         # subclass of str may have another ``repr``.
         name = str.__str__(name) if isinstance(name, str) else name
         policy = KeepStale() if stale is None else stale
-        given = (seed, global_batch, None, nonfinite, policy, rows, spread)
+        given = (seed, global_batch, None, nonfinite, policy, rows, spread, server_device)
         return self._host(Request(name, model, optimizer, mode, *given))
 
     def _host(self, asked: Request) -> Client | None:

@@ -19,6 +19,9 @@ from .shards import parse_init
 #: What a client may do with a push that has a NaN or an infinity.
 NONFINITE = ("raise", "drop")
 
+#: Where a server may update a model.
+DEVICES = ("cpu", "gpu")
+
 
 class KeptModel(NamedTuple):
     """What this rank has of a model after a death, when the ranks add it to a new group.
@@ -49,6 +52,7 @@ class Request(NamedTuple):
     stale: Stale = KeepStale()
     rows: str | OpenRows | Mapping[str, str | OpenRows] = "dense"
     spread: str | Mapping[str, str] = "ranges"
+    server_device: str = "cpu"
 
 
 def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, float]] | None]:
@@ -118,6 +122,7 @@ def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, fl
         "global_batch": global_batch,
         "seed": seed,
         "nonfinite": asked.nonfinite,
+        "server_device": asked.server_device,
         "stale": repr(asked.stale),
         "rows": {key: policy.rows for key, policy in policies.items()},
         "open": {key: policy.open for key, policy in policies.items() if policy.open},
@@ -150,6 +155,13 @@ def check_nonfinite(nonfinite, where: str = "") -> None:
     if not isinstance(nonfinite, str) or nonfinite not in NONFINITE:
         names = " or ".join(map(repr, NONFINITE))
         raise ConfigError(f"{where}nonfinite is {shown(nonfinite)}; give {names}")
+
+
+def check_device_name(device, where: str = "") -> None:
+    """Raise ConfigError if `device` is no place where servers may update a model."""
+    if not isinstance(device, str) or device not in DEVICES:
+        names = " or ".join(map(repr, DEVICES))
+        raise ConfigError(f"{where}server_device={shown(device)}; give {names}")
 
 
 def check_function(on_pause) -> None:

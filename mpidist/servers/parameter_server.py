@@ -31,6 +31,7 @@ def parameter_server(
     stale: Stale | None = None,
     rows: str | OpenRows | Mapping[str, str | OpenRows] = "dense",
     spread: str | Mapping[str, str] = "ranges",
+    server_device: str = "cpu",
     on_pause: Callable[[Any], None] | None = None,
 ) -> Iterator[Client | None]:
     """Put one model on parameter servers for a ``with`` block. Collective over `comm`.
@@ -53,6 +54,7 @@ def parameter_server(
             stale=stale,
             rows=rows,
             spread=spread,
+            server_device=server_device,
         )
         if client is None:
             group.serve(on_pause)

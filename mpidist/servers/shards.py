@@ -132,8 +132,12 @@ class ServerShard:
                 _initial_rows(array, layout.tensors[tensor], server, init, seed)
             else:
                 initial(array, name, start, init, seed)
-        self.state = optimizer.init(self.parameters)
+        self.state = self.fresh_state(optimizer)
         self.use(optimizer)
+
+    def fresh_state(self, optimizer) -> dict:
+        """Return the state of an optimizer that has made no update yet."""
+        return optimizer.init(self.parameters)
 
     def _place(self, layout: ServerLayout) -> None:
         self.layout = layout

@@ -24,7 +24,7 @@ from ..registry import build, look_up
 from ..servers.balance.rebalance import Rebalance, rebalance_policy
 from ..servers.consistency import ASP, BSP, SSP, Consistency
 from ..servers.layout.roles import AUTO, choose_ranks, has_shares, listed_shares, ranks_asked
-from ..servers.model_facts import check_nonfinite
+from ..servers.model_facts import check_device_name, check_nonfinite
 from ..servers.modes.backup_workers import BackupWorkers
 from ..servers.modes.dynamic_bound import DSSP
 from ..servers.modes.mode_policy import ModePolicy, mode_policy
@@ -135,6 +135,8 @@ class ParameterServer:
     rebalance : "auto", int, Rebalance, or mapping, optional
         Measure every so many steps how busy the servers are, and give slow servers smaller shares,
         see `ServerGroup.rebalance`. "auto" looks every 100 steps. None: shares stay as they are.
+    server_device : "cpu" or "gpu"
+        Where servers update the model, see `ServerGroup.add`.
     """
 
     servers: int | Sequence[int] | Mapping[int, float] | str = 1
@@ -147,6 +149,7 @@ class ParameterServer:
     pull_every: int = 1
     changes: Mapping[int, Consistency] | ModePolicy | None = None
     rebalance: Rebalance | str | int | Mapping | None = None
+    server_device: str = "cpu"
     survives: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -169,6 +172,7 @@ class ParameterServer:
                     f"{self.consistency}: its workers exchange in each step"
                 )
         check_nonfinite(self.nonfinite)
+        check_device_name(self.server_device)
         object.__setattr__(self, "stale", stale_policy(self.stale))  # the dataclass is frozen
         known = is_whole_number(self.replicas) and self.replicas in (0, 1)
         expect(known, "replicas", self.replicas, "0 or 1: how many copies of each partition")
@@ -393,6 +397,7 @@ def _parameter_server(
     pull_every=1,
     changes=None,
     rebalance=None,
+    server_device="cpu",
 ) -> ParameterServer:
     given = {"staleness": staleness, "low": low, "high": high, "rule": rule, "count": count}
     settings = {name: value for name, value in given.items() if value is not None}
@@ -416,7 +421,7 @@ def _parameter_server(
         choose_ranks(2, some, placement)
     strategy = ParameterServer(
         servers, mode, placement, nonfinite, stale_policy(stale), replicas, push_every, pull_every,
-        _changes(changes), rebalance,
+        _changes(changes), rebalance, server_device,
     )  # fmt: skip
     check_copies(replicas, asked if isinstance(asked, int) else len(ranks))
     return strategy

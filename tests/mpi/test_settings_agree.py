@@ -44,6 +44,7 @@ ADD = {
     "consistency": [("bsp", BAD, "consistency is 'bsp'"), (md.ASP(), OTHER, "consistency")],
     "stale": [("keep", BAD, "give a policy, not its name"), (md.ScaleStale(4), BAD, "needs consi")],
     "nonfinite": [("keep", BAD, "nonfinite is 'keep'"), ("drop", OTHER, "nonfinite")],
+    "server_device": [(7, BAD, "server_device=7"), ("gpu", OTHER, "server_device")],
     "seed": [("x", BAD, "seed='x'"), (10**5000, BAD, "seed="), (1, OTHER, "seed")],
     "global_batch": [(0, BAD, "global_batch is 0"), (64, OTHER, "global_batch")],
     "rows": [

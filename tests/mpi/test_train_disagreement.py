@@ -262,6 +262,7 @@ STRATEGIES = [
     (md.ParameterServer(1, md.ASP()), "pull_every", 2),
     (md.ParameterServer(1), "changes", {3: md.ASP()}),
     (md.ParameterServer(1), "rebalance", 9),
+    (md.ParameterServer(1), "server_device", "gpu"),
     (md.Pipeline(), "stages", 3),
     (md.Pipeline(cuts=[1, 2]), "cuts", [2, 3]),
     (md.Pipeline(stages=3), "replicas", [1, 1, 1]),

@@ -26,6 +26,7 @@ from ..layout.capacity import check_capacity
 from ..layout.placement import RowPolicy, ServerLayout, place_tensors
 from ..layout.roles import AUTO, balanced_shares, choose_ranks, ranks_asked
 from ..link import Link, nothing
+from ..modes.device_shard import DeviceShard
 from ..modes.hosted_model import Hosted
 from ..server import Server
 from ..shards import ServerShard
@@ -150,6 +151,9 @@ def _describe(members: Members, given: AskedShares | None) -> dict[str, Any]:
                 f"model {name!r} has an open table, whose rows stay on their servers; save it, and "
                 "restore it into a group with other servers"
             )
+    models = [] if members.server is None else members.server.models
+    if any(isinstance(one.shard, DeviceShard) for one in models):
+        raise ConfigError("the state of a model is on a GPU; add it with server_device='cpu'")
     asked = None
     if given is not None:
         weights = None if given.weights is None else _checked_weights(given.weights)
@@ -157,7 +161,6 @@ def _describe(members: Members, given: AskedShares | None) -> dict[str, Any]:
         if servers is None and weights is None:
             raise ConfigError("give servers=, or weights= with one number for each server")
         asked = servers, weights
-    models = [] if members.server is None else members.server.models
     return {
         "asked": asked,
         "node": (socket.gethostname(), available_memory()),

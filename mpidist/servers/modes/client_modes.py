@@ -33,6 +33,8 @@ class ClientModes:
         self._asked, self._votes = asked, votes
         # A death may break a push off in an elastic run, and then no server may have applied it.
         self._pieces = not votes and ulfm.current is None
+        # A device updates all at once.
+        self._pieces &= asked.server_device == "cpu"
         self._streams = self._pieces and has_the_same_bits(asked.optimizer)
         self._changed = -1  # the clock of the newest change of the optimizer
         self._starts, self._modes = [0], [asked.consistency]

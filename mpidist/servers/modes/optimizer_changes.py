@@ -17,7 +17,7 @@ def change_optimizer(shard: ServerShard, text: bytes) -> None:
     """Let a shard use the optimizer of a message. One of the same kind goes on with the state."""
     optimizer = decode_optimizer(shard.optimizer, text)
     if _kind(optimizer) != _kind(shard.optimizer):
-        shard.state = optimizer.init(shard.parameters)
+        shard.state = shard.fresh_state(optimizer)
     shard.use(optimizer)
 
 

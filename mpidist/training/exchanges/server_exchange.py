@@ -107,6 +107,8 @@ class Served(WholeModel):
         self.agreement: Any = None
         try:
             settings |= {"nonfinite": strategy.nonfinite, "stale": strategy.stale}
+            if strategy.server_device != "cpu":
+                settings["server_device"] = strategy.server_device
             self._open(optimizer, strategy.consistency, settings)
             self._changes = strategy.changes
             self._rare: RareExchange | None = None

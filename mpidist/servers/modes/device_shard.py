@@ -1,0 +1,143 @@
+"""A server's part of a model whose updates are made on a GPU.
+
+::
+
+    host      parameters, from which answers are read  <-----+   after each update
+    device    gradients --> update of parameters and optimizer state
+
+The optimizer's state and a copy of the parameters are CuPy arrays, so the update is made there, and
+the state takes no memory of the host. The parameters also lie on the host, because answers are
+messages, or are read in shared memory. So an update copies the gradients to the device and the new
+parameters back. Gradients of several workers are added on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ... import arrays
+from ...errors import ConfigError
+from ...runtime import ulfm
+from ..layout.placement import ServerLayout
+from ..model_facts import Request, check_device_name
+from ..shards import ServerShard
+
+
+def check_device(asked: Request, group: Any, serves: bool, grows: bool) -> None:
+    """Raise ConfigError if this rank cannot update a model where it is asked to.
+
+    `serves` says whether this rank is a server, and `grows` whether the model has open tables.
+    """
+    name, device = asked.name, asked.server_device
+    check_device_name(device, f"model {name!r}: ")
+    if device == "gpu":
+        if group.replicated or group.votes or ulfm.current is not None:
+            raise ConfigError(
+                f"model {name!r}: server_device='gpu' is not possible in an elastic run, whose "
+                "servers move their parts; use server_device='cpu'"
+            )
+        if grows:
+            raise ConfigError(
+                f"model {name!r}: server_device='gpu' is not possible with open tables, which grow "
+                "on the host; use server_device='cpu'"
+            )
+        if serves:
+            arrays.load_cupy()
+
+
+class DeviceShard(ServerShard):
+    """The part of one model that one server holds, updated on the GPU of this rank.
+
+    `local_rank` is this rank's number on its host; the GPU has this number, modulo the GPUs that
+    the rank sees. The other parameters are those of `ServerShard`.
+    """
+
+    def __init__(
+        self, layout: ServerLayout, server: int, optimizer, inits: Mapping, seed: int,
+        local_rank: int,
+    ):  # fmt: skip
+        self._local_rank = local_rank
+        self._on_device: dict[str, Any] = {}
+        super().__init__(layout, server, optimizer, inits, seed)
+
+    def fresh_state(self, optimizer) -> dict:
+        """Return the state of an optimizer that has made no update yet, on the device."""
+        self._send_all()
+        return optimizer.init(self._on_device)
+
+    def update(self, gradients: Mapping[str, Any], weight: float) -> None:
+        """Let the optimizer make one update on the device, and copy the new parameters back."""
+        sent = {key: self._sent(gradient) for key, gradient in gradients.items()}
+        parameters = {key: self._on_device[key] for key in sent}
+        extra = {"weight": weight} if self._weighs else {}
+        self.optimizer.update(sent, self.state, parameters, **extra)
+        for key, array in parameters.items():
+            self._on_device[key] = array
+            arrays.copy_into(self.parameters[key], array)
+        self.version += 1
+
+    def write(self, parts, buffer: np.ndarray, offset: int) -> None:
+        """Set the pieces of tensors that `parts` lists to the values in a message."""
+        super().write(parts, buffer, offset)
+        self._send_all()
+
+    def export(self) -> dict:
+        """Return parameters and optimizer state as pieces of named tensors; state is copied."""
+        state, self.state = self.state, _on_host(self.state)
+        try:
+            return super().export()
+        finally:
+            self.state = state
+
+    def load(self, saved: Mapping) -> None:
+        """Set parameters, optimizer state and update count, as `ServerShard.load` does."""
+        state, host = self.state, _on_host(self.state)
+        self.state = host
+        try:
+            super().load(saved)
+        finally:
+            self.state = state
+        _fill(state, host)
+        self._send_all()
+
+    def _send_all(self) -> None:
+        """Copy all parameters to the device."""
+        for key, array in self.parameters.items():
+            if key in self._on_device:
+                arrays.copy_into(self._on_device[key], array)
+            else:
+                self._on_device[key] = self._sent(array)
+
+    def _sent(self, gradient: Any) -> Any:
+        """Return a gradient, or the rows and values of one, in memory of the device."""
+        if isinstance(gradient, tuple):
+            return tuple(map(self._sent, gradient))
+        return arrays.to_device(gradient, self._local_rank)
+
+
+def _on_host(tree: Mapping) -> dict:
+    """Return nested dicts with copies, on the host, of the arrays that are on the device."""
+    return {
+        key: _on_host(leaf) if isinstance(leaf, Mapping) else _copy(leaf)
+        for key, leaf in tree.items()
+    }
+
+
+def _copy(leaf: Any) -> Any:
+    if not arrays.is_device(leaf):
+        return leaf
+    host = np.empty(leaf.shape, leaf.dtype)
+    arrays.copy_into(host, leaf)
+    return host
+
+
+def _fill(tree: Mapping, host: Mapping) -> None:
+    """Copy the values of nested dicts of host arrays into the arrays of `tree`."""
+    for key, leaf in tree.items():
+        if isinstance(leaf, Mapping):
+            _fill(leaf, host[key])
+        elif arrays.is_device(leaf):
+            arrays.copy_into(leaf, host[key])
