@@ -182,6 +182,7 @@ bench-pipeline: $(VENV)/.run
 	PYTHONPATH=tests $(EXEC) 2 $(BIN)/python -m benchmarks.pipeline speed $(BENCH_ARGS)
 	PYTHONPATH=tests $(EXEC) 2 $(BIN)/python -m benchmarks.pipeline cuts $(BENCH_ARGS)
 	PYTHONPATH=tests $(EXEC) 4 $(BIN)/python -m benchmarks.pipeline memory $(BENCH_ARGS)
+	PYTHONPATH=tests $(EXEC) 4 $(BIN)/python -m benchmarks.pipeline_overlap pipedream $(BENCH_ARGS)
 
 bench-counters: $(VENV)/.run
 	PYTHONPATH=tests $(EXEC) 2 $(BIN)/python -m benchmarks.counters $(BENCH_ARGS)

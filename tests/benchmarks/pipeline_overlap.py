@@ -1,20 +1,23 @@
 """Measure what pipelines save by sums during backward passes, and by microbatches under way.
 
+    PYTHONPATH=tests python -m benchmarks.pipeline_overlap net
     PYTHONPATH=tests mpirun -n 2 python -m benchmarks.pipeline_overlap sums
     PYTHONPATH=tests mpirun -n 4 python -m benchmarks.pipeline_overlap pipedream
 
 The layers sleep, so the ranks may share cores. In `sums`, two replicas of a stage are as on two
-hosts: they send their sums in messages. Both ways take turns; the figures are medians over rounds,
-of the slowest rank.
+hosts: they send their sums in messages. `net` (as root) runs `sums` on two hosts with 1 Gbit/s
+between them. Both ways take turns; the figures are medians over rounds, of the slowest rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 
 import numpy as np
 from mpi4py import MPI
+from onebox.network import shaped_network
 
 import mpidist as md
 from benchmarks.pipeline import ACTIVATION, FORWARD, MICROBATCHES, SleepingLayer, SleepingModel
@@ -94,8 +97,16 @@ def pipedream(comm, rounds: int) -> None:
         stage.close()
 
 
+def net(comm, rounds: int) -> None:
+    """Run `sums` on two hosts of one rank."""
+    command = [sys.executable, "-m", "benchmarks.pipeline_overlap", "sums"]
+    with shaped_network(hosts=2, rate="1gbit") as network:
+        found = network.mpirun(1, [*command, "--rounds", str(rounds)])
+        print(found.check().stdout, end="")
+
+
 def main() -> None:
-    what = {each.__name__: each for each in (sums, pipedream)}
+    what = {each.__name__: each for each in (net, sums, pipedream)}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=what)
     parser.add_argument("--rounds", type=int, default=7)

@@ -195,7 +195,7 @@ class Stages:
         """Do nothing: no order of the gradients in memory changes the sum."""
 
     def hidden(self) -> None:
-        """Return None, because the sums over replicas do not overlap with computing."""
+        """Return None: how much of the sums over replicas overlaps is not measured."""
 
     def begin(self) -> None:
         """Do nothing: the first step needs no preparation."""
