@@ -158,6 +158,8 @@ bench-staleness: $(VENV)/.run
 bench-rows: $(VENV)/.run
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.row_tables optimizers
 	PYTHONPATH=tests $(EXEC) 2 $(BIN)/python -m benchmarks.row_tables servers
+	PYTHONPATH=tests $(EXEC) 2 $(BIN)/python -m benchmarks.row_tables keys
+	PYTHONPATH=tests $(EXEC) 3 $(BIN)/python -m benchmarks.row_tables cache
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.row_tables spread
 
 # On shaped networks (as root), in one node, and the memory of a server of 8 workers.

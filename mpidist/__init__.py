@@ -62,6 +62,7 @@ _HOME = {
     "DelayCompensated": "servers.modes.stale_gradients",
     "OpenRows": "servers.rows.open_rows",
     "Rebalance": "servers.balance.rebalance",
+    "RowCache": "servers.rows.row_cache",
     "ServerGroup": "servers.group",
     "Client": "servers.client",
     "CheckpointStore": "checkpoint.store",

@@ -24,6 +24,7 @@ from .link import GroupCall
 from .model_facts import Request
 from .modes.client_modes import ClientModes
 from .protocol import CHANGE, CLOCK, LEAVE, PULL, PUSH, Header, largest
+from .rows.row_cache import cached_rows
 from .rows.unused_rows import ask_to_drop
 from .wire.bound_push_pull import BoundPushPull, bind
 from .wire.client_requests import ClientRequests
@@ -68,6 +69,7 @@ class Client:
         self._bound: BoundPushPull | None = None
         self.asked = asked._replace(model={})  # without the memory of the arrays
         self.modes = ClientModes(self.asked, group.votes)
+        self._cache = cached_rows(asked, layout, len(group.worker_ranks), self.modes)
         self.requests = self._requests(model, piece_bytes, share)
         self.versions = self.requests.versions
         self._staleness: Counter[int] = Counter()
@@ -123,6 +125,8 @@ class Client:
         with self._pushing:
             pushes, samples = self._checked(gradients, samples)
             self._enter()
+            if self._cache is not None:
+                self._cache.wrote(pushes, samples, self.finished)
             for server in range(len(self._servers)):
                 self.requests.post(server, PUSH, pushes=pushes, samples=samples)
             self.requests.pushed = self.finished
@@ -213,7 +217,13 @@ class Client:
         """
         self._open()
         with self._dropping:
+            self.forget_rows()
             return ask_to_drop(self, unused_for)
+
+    def forget_rows(self) -> None:
+        """Forget the rows of a cache (`cache_rows`), so that the next pull asks the servers."""
+        if self._cache is not None:
+            self._cache.clear()
 
     def close(self) -> None:
         """Leave the model, if not yet done: other workers no longer wait for this worker."""
@@ -244,7 +254,10 @@ class Client:
         workers waited for a server at the same time) are histograms. ``nonfinite`` counts the
         pushes that were left out because of a NaN or an infinity. ``dropped`` counts the pushes
         that servers did not apply, and ``skipped`` the clocks that this worker passed over. Both
-        are as new as the answer to the worker's newest pull. The counts of messages and bytes are
+        are as new as the answer to the worker's newest pull. ``cache`` is None without
+        `cache_rows`; else it counts the distinct rows of all pulls that came from the cache
+        (``hits``) or from servers (``misses``), the pulls that asked no server (``quiet``), and the
+        ``rows`` in the cache now. The counts of messages and bytes are
         sums over all clients of this rank.
         """
         return {
@@ -258,6 +271,7 @@ class Client:
             "nonfinite": self._nonfinite,
             "dropped": self.dropped,
             "skipped": self.skipped,
+            "cache": None if self._cache is None else self._cache.stats(),
             **self._link.counters.snapshot(),
         }
 
@@ -307,6 +321,8 @@ class Client:
             message = self.modes.checked_optimizer(optimizer, self.finished, self.layout)
             self.requests.tell_all(CHANGE, message)
             self.modes.set_optimizer(optimizer, self.finished)
+            if self._cache is not None:
+                self._cache.change_optimizer(optimizer, self.finished)
             self._link.background()
 
     # -- messages ------------------------------------------------------------------------
@@ -314,7 +330,7 @@ class Client:
     def _requests(self, model: int, piece_bytes: int, share: NodeShare | None) -> ClientRequests:
         """Return the requests for the present layout."""
         layout, numbers = self.layout, range(len(self._servers))
-        self._names, self._binds = Selection(self.name, layout), _BINDS
+        self._names, self._binds = Selection(self.name, layout), 0 if self._cache else _BINDS
         cuts = (cut_shard(layout, k, piece_bytes) for k in numbers)
         pieces: list[list[WirePiece]] = [each if len(each) > 1 else [] for each in cuts]
         return ClientRequests(
@@ -325,6 +341,8 @@ class Client:
         """Ask the servers of another layout from now on, between two clocks."""
         self.layout, self._servers, before = layout, servers, self.requests
         self._bound = None
+        if self._cache is not None:
+            self._cache.use_layout(layout)
         self.requests = self._requests(before.model, piece_bytes, None)
         self.requests.go_on_from(before)
         self.versions = self.requests.versions
@@ -362,7 +380,11 @@ class Client:
     ) -> None:
         """Ask the servers, see `ClientRequests.ask`, and count what the answers tell."""
         entering = bool(flags & CLOCK) or self.requests.entered < self.finished
-        headers, waited = self.requests.ask(flags, wanted, results, pushes, samples, known)
+        if self._cache is None:
+            headers, waited = self.requests.ask(flags, wanted, results, pushes, samples, known)
+        else:
+            given = (wanted, results, pushes, samples, known)
+            headers, waited = self._cache.ask(self.requests, flags, *given)
         self._end_call(headers, waited, bool(flags & CLOCK), entering)
 
     def _end_call(self, headers: list[Header], waited: float, ticks: bool, entering: bool) -> None:
@@ -374,7 +396,10 @@ class Client:
         self._link.touched = False  # from here on, no server waits for this rank
         requests = self.requests
         requests.clock += ticks
-        if entering:
+        if not headers:  # all rows were in the cache
+            requests.entered = requests.clock
+            self._link.background()
+        elif entering:
             self.gaps[gap] += 1
             before, self.dropped = self.dropped, dropped
             if oldest >= 0 and requests.pushed == self.finished - 1 and dropped == before:

@@ -37,6 +37,7 @@ from .modes.model_changes import ModelChanges
 from .modes.stale_gradients import KeepStale, Stale
 from .protocol import BARRIER, BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER
 from .rows.open_rows import OpenRows
+from .rows.row_cache import RowCache
 from .server import Hosted, Server
 
 
@@ -125,6 +126,7 @@ class ServerGroup(OnlineShares):
         rows: str | OpenRows | Mapping[str, str | OpenRows] = "dense",
         spread: str | Mapping[str, str] = "ranges",
         server_device: str = "cpu",
+        cache_rows: int | RowCache | None = None,
     ) -> Client | None:
         """Add a model to the servers; return the model's client, or None on a dedicated server.
 
@@ -164,6 +166,10 @@ class ServerGroup(OnlineShares):
         server_device : "cpu" or "gpu"
             Where servers keep the optimizer's state and update the parameters. With "gpu", each
             server needs CuPy and a GPU.
+        cache_rows : int or RowCache, optional
+            How many rows of each table a worker keeps. A pull of rows does not ask for those that
+            have all updates that the mode guarantees to this step. ASP guarantees none, and needs
+            ``md.RowCache(rows, max_age=steps)``. A worker always sees its own pushes.
 
         Raises
         ------
@@ -178,8 +184,8 @@ class ServerGroup(OnlineShares):
         # subclass of str may have another ``repr``.
         name = str.__str__(name) if isinstance(name, str) else name
         policy = KeepStale() if stale is None else stale
-        given = (seed, global_batch, None, nonfinite, policy, rows, spread, server_device)
-        return self._host(Request(name, model, optimizer, mode, *given))
+        given = (seed, global_batch, None, nonfinite, policy, rows, spread)
+        return self._host(Request(name, model, optimizer, mode, *given, server_device, cache_rows))
 
     def _host(self, asked: Request) -> Client | None:
         self._open()
@@ -275,6 +281,8 @@ class ServerGroup(OnlineShares):
             link.wait_for(replies, "worker")
         for reply in replies:
             link.pool.give(reply.buffer)
+        for client in self._clients:  # the servers' values may be replaced now
+            client.forget_rows()
 
     def barrier(self) -> None:
         """Wait for all workers, and serve requests meanwhile. Collective over the workers.

@@ -13,6 +13,7 @@ from .consistency import Consistency
 from .layout.row_selection import checked_array
 from .modes.stale_gradients import KeepStale, Stale, stale_policy
 from .rows.open_rows import OpenRows
+from .rows.row_cache import RowCache, row_cache
 from .rows.row_policies import check_open_tables, row_policies
 from .shards import parse_init
 
@@ -53,6 +54,7 @@ class Request(NamedTuple):
     rows: str | OpenRows | Mapping[str, str | OpenRows] = "dense"
     spread: str | Mapping[str, str] = "ranges"
     server_device: str = "cpu"
+    cache_rows: int | RowCache | None = None
 
 
 def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, float]] | None]:
@@ -115,6 +117,7 @@ def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, fl
     shapes = {key: shape for key, (shape, _) in specs.items()}
     policies = row_policies(name, shapes, asked.rows, asked.spread)
     check_open_tables(asked, policies)
+    cache = row_cache(name, asked.cache_rows, consistency, asked.stale)
     facts = {
         "name": name,
         "tensors": {key: [list(specs[key][0]), specs[key][1].name] for key in sorted(specs)},
@@ -124,6 +127,7 @@ def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, fl
         "nonfinite": asked.nonfinite,
         "server_device": asked.server_device,
         "stale": repr(asked.stale),
+        "cache_rows": repr(cache),
         "rows": {key: policy.rows for key, policy in policies.items()},
         "open": {key: policy.open for key, policy in policies.items() if policy.open},
         "spread": {key: policy.spread for key, policy in policies.items()},

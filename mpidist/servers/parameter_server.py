@@ -14,6 +14,7 @@ from .group import ServerGroup
 from .model_facts import check_function
 from .modes.stale_gradients import Stale
 from .rows.open_rows import OpenRows
+from .rows.row_cache import RowCache
 
 
 @contextmanager
@@ -32,6 +33,7 @@ def parameter_server(
     rows: str | OpenRows | Mapping[str, str | OpenRows] = "dense",
     spread: str | Mapping[str, str] = "ranges",
     server_device: str = "cpu",
+    cache_rows: int | RowCache | None = None,
     on_pause: Callable[[Any], None] | None = None,
 ) -> Iterator[Client | None]:
     """Put one model on parameter servers for a ``with`` block. Collective over `comm`.
@@ -55,6 +57,7 @@ def parameter_server(
             rows=rows,
             spread=spread,
             server_device=server_device,
+            cache_rows=cache_rows,
         )
         if client is None:
             group.serve(on_pause)

@@ -3,6 +3,7 @@
 PYTHONPATH=tests python -m benchmarks.row_tables optimizers
 PYTHONPATH=tests mpirun -n 2 python -m benchmarks.row_tables servers
 PYTHONPATH=tests mpirun -n 2 python -m benchmarks.row_tables keys
+PYTHONPATH=tests mpirun -n 3 python -m benchmarks.row_tables cache
 PYTHONPATH=tests python -m benchmarks.row_tables spread
 """
 
@@ -133,6 +134,48 @@ def keys(times: int = 300) -> None:
     for one in group.report()["ranks"]:
         if one["server"] is not None:
             print(one["server"]["models"]["open"]["tables"]["w"])
+
+
+def cache(times: int = 300) -> None:
+    """Print what a row cache saves under SSP(4), for ids drawn by Zipf's law of 1.2.
+
+    Workers push the gradients of 256 ids and pull those of the next step. The same steps with and
+    without a cache take turns.
+    """
+    comm = MPI.COMM_WORLD
+    with md.ServerGroup(comm, servers=1) as group:
+        clients = {
+            rows: group.add(
+                f"cache of {rows}", {"w": ((ROWS, WIDTH), "f4")}, optimizer=optim.sgd(0.01),
+                consistency=md.SSP(4), cache_rows=rows,
+            )
+            for rows in (None, 1000, 50_000)
+        }  # fmt: skip
+        if group.is_server:
+            return
+        rng = np.random.default_rng(group.workers.rank)
+        seconds: dict = {rows: [] for rows in clients}
+        received = dict.fromkeys(clients, 0)
+        ids = np.zeros(1, np.int64)
+        for _ in range(times):
+            after = np.unique((rng.zipf(1.2, SOME) - 1) % ROWS)
+            gradient = {"w": (ids, np.ones((len(ids), WIDTH), np.float32))}
+            for rows, client in clients.items():
+                before, start = client.stats["bytes_received"], time.perf_counter()
+                client.push_pull(gradient, what={"w": after})
+                seconds[rows].append(time.perf_counter() - start)
+                received[rows] += client.stats["bytes_received"] - before
+            ids = after
+        group.barrier()
+        if group.workers.rank == 0:
+            for rows, client in clients.items():
+                counts = client.stats["cache"] or {"hits": 0, "misses": 1}
+                share = counts["hits"] / (counts["hits"] + counts["misses"])
+                median = 1e3 * float(np.median(seconds[rows]))
+                print(
+                    f"cache_rows={rows!s:8} {median:8.3f} ms per step "
+                    f"{received[rows] / times:10,.0f} bytes received per step  hits {share:.0%}"
+                )
 
 
 def spread() -> None:

@@ -52,6 +52,12 @@ ADD = {
         ("open", BAD, "shape (6,) and rows open"),
         ("lazy", OTHER, "rows"),
     ],
+    "cache_rows": [
+        (0, BAD, "cache_rows is 0"),
+        (2.5, BAD, "cache_rows is 2.5"),
+        (10, OTHER, "cache_rows"),
+        (md.RowCache(10, max_age=1), OTHER, "cache_rows"),
+    ],
     "spread": [("cols", BAD, "spread of 'x' is 'cols'"), ("rows", OTHER, "spread")],
 }
 #: of md.parameter_server: those of the group and of add, under its own names

@@ -13,6 +13,7 @@ from ...runtime import ulfm
 from ..consistency import Consistency
 from ..layout.placement import ServerLayout
 from ..model_facts import Request, check_stale
+from ..rows.row_cache import row_cache
 from ..wire.trial_update import has_the_same_bits
 from .agreed_changes import encode_mode
 from .optimizer_changes import encode_optimizer
@@ -79,6 +80,7 @@ class ClientModes:
         encode_mode(self._modes[-1])
         text = encode_mode(mode)
         check_stale(self._asked._replace(consistency=mode))
+        row_cache(name, self._asked.cache_rows, mode, self._asked.stale)
         return text
 
     def set(self, mode: Consistency, clock: int) -> None:

@@ -195,6 +195,24 @@ class ClientRequests:
             self.link.send(buffer, total, rank, TO_SERVER)
         self.started = True
 
+    def may_be_quiet(self, flags: int) -> bool:
+        """Whether a worker that needs no values from servers may go on without an answer."""
+        if not flags & CLOCK and self.entered == self.clock:
+            return True
+        if self._modes.asks_all(self.clock + bool(flags & CLOCK)):
+            return False
+        return max(self.silent.values(), default=0) < SILENT - 1
+
+    def tick_quietly(self, flags: int, pushes, samples) -> None:
+        """Send a push and a tick to all servers, which do not answer; a pull alone sends none."""
+        servers = range(len(self.servers))
+        if flags & CLOCK or self.entered < self.clock:
+            self.silent.update(servers)
+        if flags & PUSH:
+            self.pushed = self.clock
+        for server in servers if flags & CLOCK else ():
+            self.post(server, flags & ~PULL, pushes=pushes, samples=samples)
+
     def ask(
         self, flags: int, wanted: dict, results: dict, pushes=None, samples=None, known=()
     ) -> tuple[list[Header], float]:

@@ -1,0 +1,344 @@
+"""A worker's cache of rows: rows that are new enough are not asked for again. Uses no MPI.
+
+    SSP(2), a worker at clock 7        row 3: has all updates before clock 6    used
+                                       row 9: has all updates before clock 4    asked for again
+
+As the process cache of SSPTable in Petuum. An answer tells how far the worker is ahead of the
+slowest one, and so before which clock c the values have all updates of all workers. At clock t they
+may be used while ``c >= t - bound``: a pull in this step guarantees no more. (The worker may also
+begin the step without asking: the slowest worker has finished clock t - bound - 1.) Under BSP a row
+is thus asked for once in each clock.
+
+A worker always sees its own pushes. They are applied to cached rows if an update adds to a row what
+follows from the gradient alone, as with `sgd` of a constant rate; else the rows are forgotten. In
+modes in which servers hold pushes a pull does not see the pushes of its clock, and no row is used
+after its clock.
+
+Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS
+2013; Wei et al., "Managed communication and consistency for fast data-parallel iterative
+analytics", SoCC 2015.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...arrays import copy_into
+from ...errors import ConfigError, shown
+from ...registry import checked_whole, has_argument
+from ..consistency import Consistency
+from ..layout.dealt_rows import dealt_places
+from ..layout.placement import ServerLayout, Tensor
+from ..modes.stale_gradients import KeepStale
+from ..protocol import CLOCK, PUSH, Header
+from .key_slots import KeyRows
+
+
+@dataclass(frozen=True)
+class RowCache:
+    """How many rows of each table a worker keeps, and for how many steps: see `ServerGroup.add`.
+
+    Parameters
+    ----------
+    rows : int
+        The most rows of each table. The least recently used ones are forgotten.
+    max_age : int, optional
+        The most steps of this worker after which a row is asked for again. By default only the
+        mode's bound counts. ASP has no bound, and needs `max_age`.
+
+    Raises
+    ------
+    ConfigError
+        `rows` is not a whole number of 1 or more, or `max_age` of 0 or more.
+    """
+
+    rows: int
+    max_age: int | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "rows", checked_whole("RowCache: rows", self.rows, 1))
+        if self.max_age is not None:  # the dataclass is frozen
+            age = checked_whole("RowCache: max_age", self.max_age, 0)
+            object.__setattr__(self, "max_age", age)
+
+
+def row_cache(model: str, given, consistency: Consistency, stale) -> RowCache | None:
+    """Return the argument `cache_rows` of a model as a `RowCache`, or None for no cache.
+
+    Raises
+    ------
+    ConfigError
+        It is no number of rows, or does not suit the mode or the policy for stale gradients.
+    """
+    if given is None:
+        return None
+    cache = given if isinstance(given, RowCache) else None
+    if cache is None:
+        if isinstance(given, bool) or not hasattr(given, "__index__"):
+            raise ConfigError(
+                f"model {model!r}: cache_rows is {shown(given)}; give a number of rows, or "
+                "md.RowCache"
+            )
+        cache = RowCache(checked_whole(f"model {model!r}: cache_rows", given, 1))
+    if consistency.bound is None and cache.max_age is None:
+        raise ConfigError(
+            f"model {model!r}: {consistency} has no bound for the age of rows in a cache; give "
+            f"cache_rows=md.RowCache({cache.rows}, max_age=...)"
+        )
+    if stale != KeepStale():
+        raise ConfigError(
+            f"model {model!r}: with cache_rows servers do not know the age of gradients, which "
+            f"stale={stale} needs; give KeepStale or no cache"
+        )
+    return cache
+
+
+class CachedTable:
+    """The cached rows of one table: their values, and the clocks that tell how old they are."""
+
+    def __init__(self, tensor: Tensor, most: int):
+        self.tensor, self.most = tensor, most
+        row = (tensor.width,), tensor.dtype
+        self.rows = KeyRows(
+            values=row, has=((), np.int64), came=((), np.int64), used=((), np.int64)
+        )
+
+    def look_up(
+        self, keys: np.ndarray, clock: int, oldest: int, earliest: int, now: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the places of keys and which of them may be used in `clock`.
+
+        These came in this clock, or have all updates before clock `oldest` and came in clock
+        `earliest` or later.
+        """
+        places = self.rows.find(keys)
+        columns = self.rows.columns
+        good = places >= 0
+        here = places[good]
+        columns["used"][here] = now
+        came = columns["came"][here]
+        good[good] = (came == clock) | ((columns["has"][here] >= oldest) & (came >= earliest))
+        return places, good
+
+    def keep(self, keys: np.ndarray, values: np.ndarray, has: int, came: int, now: int) -> None:
+        """Store rows; the cache has at most `most`, and forgets those used longest ago."""
+        if len(keys) > self.most:
+            keys, values = keys[: self.most], values[: self.most]
+        places = self.rows.find(keys)
+        absent = places < 0
+        if (more := len(self.rows) + int(absent.sum()) - self.most) > 0:
+            self._forget(max(more, self.most // 8), places[~absent])
+        places[absent] = self.rows.add(keys[absent])
+        columns = self.rows.columns
+        columns["values"][places] = values
+        for name, value in (("has", has), ("came", came), ("used", now)):
+            columns[name][places] = value
+
+    def _forget(self, count: int, but: np.ndarray) -> None:
+        candidates = self.rows.live.copy()
+        candidates[but] = False
+        places = np.flatnonzero(candidates)
+        if count < len(places):
+            used = self.rows.columns["used"][places]
+            places = places[np.argpartition(used, count)[:count]]
+        self.rows.remove(places)
+
+    def wrote(
+        self, keys: np.ndarray, gradient: np.ndarray, update: OwnUpdate | None, weight: float
+    ):
+        """Apply this worker's push to the cached rows of `keys`, or forget them."""
+        places = self.rows.find(keys)
+        here = places >= 0
+        places = places[here]
+        if not places.size:
+            return
+        if update is None or (self.tensor.open is not None and self.tensor.open.min_count > 1):
+            self.rows.remove(places)
+        elif weight:
+            values = self.rows.columns["values"][places]
+            update(values, gradient.reshape(len(keys), -1)[here], weight)
+            self.rows.columns["values"][places] = values
+
+
+class OwnUpdate:
+    """Updates of a worker's own push, with an optimizer that adds a multiple of the gradient."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+
+    def __call__(self, values: np.ndarray, gradient: np.ndarray, weight: float) -> None:
+        """Update rows in place."""
+        parameters = {"x": values}
+        state = self._optimizer.init(parameters)
+        self._optimizer.update({"x": gradient}, state, parameters, weight=weight)
+        values[...] = parameters["x"]
+
+
+def own_update(optimizer) -> OwnUpdate | None:
+    """Return how a push changes rows if that follows from the push alone, else None.
+
+    That needs an optimizer with a constant rate, without a state for each element and without
+    decay.
+    """
+    settings = getattr(optimizer, "settings", {})
+    rate = settings.get("lr") if isinstance(settings, Mapping) else None
+    if getattr(optimizer, "rows", "") != "exact" or not isinstance(rate, float | int):
+        return None
+    state = optimizer.init({"x": np.zeros(1)})
+    plain = not any(isinstance(value, Mapping) for value in state.values())
+    return OwnUpdate(optimizer) if plain and has_argument(optimizer.update, "weight") else None
+
+
+class CachedRows:
+    """The cached rows of a worker's model, between its client and the requests to servers.
+
+    Parameters
+    ----------
+    policy : RowCache
+    layout : ServerLayout
+    workers : int
+    asked : Request
+    modes : ClientModes
+        The mode of each clock.
+
+    Attributes
+    ----------
+    hits, misses : int
+        How many distinct rows of all pulls were taken from here, and how many were asked for.
+    quiet : int
+        The pulls without any message to a server and back.
+    """
+
+    def __init__(
+        self, policy: RowCache, layout: ServerLayout, workers: int, asked: Any, modes: Any
+    ):
+        self._policy, self._layout, self._workers = policy, layout, workers
+        self._batch, self._modes, self._mode = asked.global_batch, modes, asked.consistency
+        self._update: OwnUpdate | None = own_update(asked.optimizer)
+        self._next: tuple[int, OwnUpdate | None] = (sys.maxsize, None)
+        self.hits = self.misses = self.quiet = self._now = 0
+        self.clear()
+
+    def use_layout(self, layout: ServerLayout) -> None:
+        """Follow another layout of the servers, which may number dealt rows in another way."""
+        self._layout = layout
+        self.clear()
+
+    def change_optimizer(self, optimizer, clock: int) -> None:
+        """Follow a change of the optimizer in `clock`.
+
+        The servers use it when all workers have told them. Until an answer shows that all workers
+        have finished `clock`, this worker forgets the rows that it pushes.
+        """
+        self._update, self._next = None, (clock, own_update(optimizer))
+
+    def clear(self) -> None:
+        """Forget all rows, because the servers' values may change by other ways than pushes."""
+        self._tables = {
+            tensor.name: CachedTable(tensor, self._policy.rows)
+            for tensor in self._layout.tensors
+            if tensor.shape and tensor.by_rows
+        }
+
+    def stats(self) -> dict[str, int]:
+        """Return the counts for `Client.stats`."""
+        rows = sum(len(table.rows) for table in self._tables.values())
+        return {"hits": self.hits, "misses": self.misses, "quiet": self.quiet, "rows": rows}
+
+    def wrote(self, pushes: Mapping, samples: int | None, clock: int) -> None:
+        """Let cached rows have a push of this worker in `clock`, or forget them."""
+        if self._modes.at(clock).holds:
+            return
+        weight = 0.0 if samples == 0 else 1.0 / self._workers
+        if self._batch is not None:
+            weight = (samples or 0) / self._batch
+        for name, (rows, gradient) in pushes.items():
+            if (table := self._tables.get(name)) is not None:
+                if rows is None:
+                    table.rows.clear()
+                else:
+                    table.wrote(rows, gradient, self._update, weight)
+
+    def ask(
+        self, requests: Any, flags: int, wanted: dict, results: dict, pushes, samples, known
+    ) -> tuple[list[Header], float]:
+        """Do what `ClientRequests.ask` does, but ask only for rows that are not cached.
+
+        Returns no headers if no server had to be asked.
+        """
+        if flags & PUSH:
+            self.wrote(pushes, samples, requests.clock)
+        clock, self._now = requests.clock + bool(flags & CLOCK), self._now + 1
+        if (mode := self._modes.at(clock)) != self._mode:
+            self._mode = mode
+            self.clear()  # a mode that held pushes has not added this worker's own
+        missing, arrays, looked = {}, {}, []
+        for name, rows in wanted.items():
+            if rows is None or name not in self._tables:
+                missing[name], arrays[name] = rows, results[name]
+                continue
+            looked.append(one := self._look_up(self._tables[name], rows, clock))
+            if one.absent.size:
+                missing[name], arrays[name] = one.absent, one.fetched
+        headers, waited = [], 0.0
+        if missing or not looked or not requests.may_be_quiet(flags):
+            headers, waited = requests.ask(flags, missing, arrays, pushes, samples, known)
+            # The first header of an answer says how far the slowest worker has come, at least.
+            has = min(header.clock - header.gap for header in headers) if headers else 0
+            for one in looked:
+                one.take(has, clock, self._now)
+            if has > self._next[0]:
+                self._update, self._next = self._next[1], (sys.maxsize, None)
+        else:
+            requests.tick_quietly(flags, pushes, samples)
+            self.quiet += 1
+        for one in looked:
+            copy_into(results[one.table.tensor.name], one.result())
+        return headers, waited
+
+    def _look_up(self, table: CachedTable, rows: np.ndarray, clock: int) -> LookUp:
+        # DSSP lets a worker go further than `low` ahead, but not for the sake of old parameters.
+        bound, age = getattr(self._mode, "low", self._mode.bound), self._policy.max_age
+        oldest = -1 if bound is None else clock - bound
+        earliest = -1 if age is None else clock - age
+        found = LookUp(table, rows, clock, oldest, earliest, self._now)
+        self.misses += found.absent.size
+        self.hits += len(found.good) - found.absent.size
+        return found
+
+
+class LookUp:
+    """The rows of one table in one pull: those that are cached, and those to ask for."""
+
+    def __init__(self, table: CachedTable, rows: np.ndarray, *clocks: int):
+        self.table, tensor = table, table.tensor
+        distinct, self._where = np.unique(rows, return_inverse=True)
+        self._keys = distinct
+        if tensor.dealt:  # pushes have the places in dealt order
+            self._keys = dealt_places(distinct, tensor.shape[0], tensor.dealt)
+        places, self.good = table.look_up(self._keys, *clocks)
+        self.absent = distinct[~self.good]
+        self.fetched = np.empty((len(self.absent), *tensor.shape[1:]), tensor.dtype)
+        self._values = np.empty((len(distinct), tensor.width), tensor.dtype)
+        self._values[self.good] = table.rows.columns["values"][places[self.good]]
+
+    def take(self, has: int, came: int, now: int) -> None:
+        """Store what was fetched in clock `came`, with all updates before clock `has`."""
+        values = self.fetched.reshape(len(self.absent), self.table.tensor.width)
+        self._values[~self.good] = values
+        self.table.keep(self._keys[~self.good], values, has, came, now)
+
+    def result(self) -> np.ndarray:
+        """Return the rows in the order of the pull."""
+        return self._values[self._where].reshape(len(self._where), *self.table.tensor.shape[1:])
+
+
+def cached_rows(asked: Any, layout: ServerLayout, workers: int, modes: Any) -> CachedRows | None:
+    """Return the cache of a worker of a model, or None if the model has none."""
+    policy = row_cache(asked.name, asked.cache_rows, asked.consistency, asked.stale)
+    return None if policy is None else CachedRows(policy, layout, workers, asked, modes)
