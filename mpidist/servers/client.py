@@ -257,8 +257,8 @@ class Client:
         are as new as the answer to the worker's newest pull. ``cache`` is None without
         `cache_rows`; else it counts the distinct rows of all pulls that came from the cache
         (``hits``) or from servers (``misses``), the pulls that asked no server (``quiet``), and the
-        ``rows`` in the cache now. The counts of messages and bytes are
-        sums over all clients of this rank.
+        ``rows`` in the cache now. The counts of messages and bytes are sums over all clients of
+        this rank.
         """
         return {
             "clocks": self.finished,
