@@ -47,7 +47,7 @@ _HOME = {
     "attach": "gradients.torch_module",
     "AllReduce": "training.strategies",
     "ParameterServer": "training.strategies",
-    "Pipeline": "training.strategies",
+    "Pipeline": "training.exchanges.pipelines.pipeline_strategy",
     "PeerAverage": "training.exchanges.peer_strategies",
     "Hogwild": "training.exchanges.peer_strategies",
     "Stage": "pipeline.stages.stage",

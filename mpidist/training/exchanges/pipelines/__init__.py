@@ -1,1 +1,1 @@
-"""What pipelines decide before a run: where to cut a model."""
+"""The settings of pipelines, and what they decide before a run: cuts, and ranks of stages."""
