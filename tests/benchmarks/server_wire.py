@@ -2,11 +2,12 @@
 
     mpirun -n 2 python -m benchmarks.server_wire node [--mode asp]      1 worker and 1 server
     mpirun -n 9 python -m benchmarks.server_wire memory                 8 workers and 1 server
-    python -m benchmarks.server_wire net [--layouts 4+4,2+2]            needs root, calls mpirun
+    python -m benchmarks.server_wire net [--layouts 4+4,2+2,3+1auto]    needs root, calls mpirun
 
 `node` alternates a push_pull with the same exchange by hand: one message each way, and the same
 update. `net` compares with a plain TCP stream of as many bytes as each host sends in a push_pull,
-and with `md.allreduce` on as many hosts as there are workers. `memory` measures how far the
+and with `md.allreduce` on as many hosts as there are workers. "3+1auto" has BytePS's shares: the
+workers serve, too. `memory` measures how far the
 resident memory of a server and of a worker grows.
 """
 
@@ -130,14 +131,17 @@ def job(args) -> None:
     import mpidist as md
 
     comm = MPI.COMM_WORLD
-    workers, servers = map(int, args.layouts[0].split("+"))
+    workers, servers, shares = _parsed(args.layouts[0])
+    roles: dict = {"servers": servers}
+    if shares:
+        roles = {"servers": "auto", "placement": [*range(workers, workers + servers)]}
     found = {}
     part = comm.Split(0 if comm.rank < workers else MPI.UNDEFINED)
     for nbytes in args.sizes:
         model = {"w": np.zeros(nbytes // 4, "f4")}
         grads = {"w": np.full(nbytes // 4, 1e-3, "f4")}
         times, reduces = [], []
-        with md.ServerGroup(comm, servers=servers) as group:
+        with md.ServerGroup(comm, **roles) as group:
             client = group.add("m", model, optimizer=md.optim.sgd(0.1))
             if client is None:
                 group.serve()
@@ -165,13 +169,27 @@ def job(args) -> None:
         Path(args.json).write_text(json.dumps(found))
 
 
+def _parsed(layout: str) -> tuple[int, int, bool]:
+    """Return the workers, the servers, and whether workers serve with BytePS's shares."""
+    workers, servers = map(int, layout.removesuffix("auto").split("+"))
+    return workers, servers, layout.endswith("auto")
+
+
+def _busiest(layout: str, nbytes: int) -> int:
+    """Return how many bytes the busiest host sends in a push_pull of `nbytes`."""
+    n, k, shares = _parsed(layout)
+    if shares and n > k:
+        return nbytes * 2 * n * (n - 1) // (n * n + k * n - 2 * k)
+    return max(nbytes, nbytes * n // k)  # workers send a model, and servers `n` parts of one
+
+
 def net(args) -> None:
     """Each rank on a host of its own: push_pull over plain TCP and against allreduce."""
     from onebox.network import shaped_network
 
     tests = str(Path(__file__).resolve().parents[1])
     for layout in args.layouts:
-        workers, servers = map(int, layout.split("+"))
+        workers, servers, _ = _parsed(layout)
         with shaped_network(workers + servers, args.rate) as shaped:
             file = shaped.box.folder / "found.json"
             words = [sys.executable, "-m", "benchmarks.server_wire", "job", "--layouts", layout]
@@ -180,16 +198,12 @@ def net(args) -> None:
             path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
             streams = {}
             for nbytes in args.sizes:
-                # Workers send a whole model, and servers send `workers` parts of one.
-                most = max(nbytes, nbytes * workers // servers)
-                streams[nbytes] = shaped.stream(most)
+                streams[nbytes] = shaped.stream(_busiest(layout, nbytes))
             env = {**_ONE_THREAD, "PYTHONPATH": path}
             shaped.mpirun(1, words, env=env, timeout=300, options=args.options).check()
             found = json.loads(file.read_text())
             for nbytes in args.sizes:
-                tcp = (
-                    streams[nbytes] + shaped.stream(max(nbytes, nbytes * workers // servers))
-                ) / 2
+                tcp = (streams[nbytes] + shaped.stream(_busiest(layout, nbytes))) / 2
                 ours, reduced = found[str(nbytes)]
                 print(
                     f"{layout} {nbytes / _MIB:g} MiB {args.rate}: push_pull {1e3 * ours:.0f} ms, "
