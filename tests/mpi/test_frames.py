@@ -6,12 +6,19 @@ from frames import Recorded, deepest, note, recorded
 
 import mpidist as md
 from mpidist.collectives.engines.node_barrier import memory_of
+from mpidist.runtime import polling
 from mpidist.runtime.context import of
 
 NATIVE, ARENA, SCHEDULE, TRAIN_ADDS = 4, 4, 7, 4
 
 #: Calls that carry data, or agree on it; not those that ask whether it is there.
 DATA = ("Isend", "Irecv", "Allreduce", "Start")
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A rank that waits for long sends its status, which is no part of the call that waits."""
+    monkeypatch.setattr(polling, "PATIENCE", 30.0)
 
 
 def depth_of(call, *calls):
