@@ -46,9 +46,8 @@ def clipped(optimizer: Optimizer, max_norm: float) -> Optimizer:
 
     Use the returned optimizer with `md.train` and AllReduce, or in your own loop. In a job file,
     set ``clip_norm = 1.0`` in the table of the optimizer. An optimizer that clips is not
-    elementwise, because the norm is a sum over all tensors. Parameter servers refuse an optimizer
-    that is not elementwise, because each server has only some of the tensors. With parameter
-    servers, call `clip_by_global_norm` before the gradients are sent.
+    elementwise, because the norm is a sum over all tensors. Parameter servers, of which each has
+    only some of the tensors, use the optimizer within it, and its norm as their ``clip_norm``.
     """
     max_norm = _check(max_norm)
 
@@ -65,7 +64,14 @@ def clipped(optimizer: Optimizer, max_norm: float) -> Optimizer:
         optimizer.update(gradients, state, parameters, weight)
 
     settings = {**optimizer.settings, "clip_norm": max_norm}
-    return replace(optimizer, update=update, elementwise=False, settings=settings, rows="")
+    return replace(
+        optimizer,
+        update=update,
+        elementwise=False,
+        settings=settings,
+        rows="",
+        inner=optimizer,
+    )
 
 
 def global_norm(gradients: Mapping) -> float:

@@ -66,6 +66,8 @@ class Optimizer:
         and of the state change: in the other rows no running mean decays, and no weight decay
         applies. "exact": as "lazy", and a zero gradient changes nothing, so that the update of some
         rows has the bits of an update of all rows with zeros elsewhere.
+    inner : Optimizer or None
+        The optimizer that gets the gradients after they are clipped, see `clipped`.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Optimizer:
     elementwise: bool
     settings: dict
     rows: str = ""
+    inner: Optimizer | None = None
 
     def __repr__(self):
         given = ", ".join(f"{key}={shown(value)}" for key, value in self.settings.items())

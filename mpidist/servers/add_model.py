@@ -7,6 +7,7 @@ from collections.abc import Container, Mapping
 
 from ..errors import ConfigError, MismatchError, ProtocolError, nearest, shown
 from ..launch.free_memory import available_memory
+from ..runtime import ulfm
 from ..runtime.agreement.run_on_all import difference
 from ..runtime.topology import topology_of
 from .layout.capacity import check_capacity, needed
@@ -16,6 +17,8 @@ from .layout.row_selection import Selection
 from .link import Link
 from .model_facts import Request, check_server_optimizer, optimizer_facts, parse_model
 from .modes.device_shard import DeviceShard, check_device
+from .modes.global_norm import check_clip_norm
+from .modes.table_updates import check_update
 from .protocol import ADD, HEADER_BYTES, TO_SERVER, VALUES, Header
 from .rows.row_policies import check_open_group, check_row_optimizer
 from .rows.unused_rows import open_bytes
@@ -41,10 +44,12 @@ def host_model(
     def describe() -> dict:
         if isinstance(asked.name, str) and asked.name in taken:
             raise ConfigError(f"{doing}: this group has a model of that name")
+        check_update(asked)
         facts, inits = parse_model(asked)
         asked.consistency.check(len(workers))
         check_device(asked, group, server is not None, bool(facts["open"]))
         check_server_optimizer(asked.name, asked.optimizer)
+        check_clip_norm(asked.name, asked.clip_norm, group.votes or ulfm.current is not None)
         check_row_optimizer(asked.name, policies := _policies(facts), asked.optimizer)
         check_open_group(asked.name, policies, group.votes or group.replicated)
         return {

@@ -23,6 +23,7 @@ from .layout.row_selection import Selection
 from .link import GroupCall
 from .model_facts import Request
 from .modes.client_modes import ClientModes
+from .modes.global_norm import clipped_push
 from .protocol import CHANGE, CLOCK, LEAVE, PULL, PUSH, Header, largest
 from .rows.row_cache import cached_rows
 from .rows.unused_rows import ask_to_drop
@@ -165,7 +166,8 @@ class Client:
             pushes, samples = self._checked(gradients, samples)
             self._enter()
             self._ask(PUSH | CLOCK | PULL, wanted, results, pushes, samples)
-            if self._binds and not self.requests.streams(self.finished):
+            plain = self.asked.clip_norm is None and not self.requests.streams(self.finished)
+            if self._binds and plain:
                 self._binds -= 1
                 whole, link = self.requests.whole, self._link
                 make = exchanges(link, self._servers, whole, self.requests.share)
@@ -331,6 +333,7 @@ class Client:
         """Return the requests for the present layout."""
         layout, numbers = self.layout, range(len(self._servers))
         self._names, self._binds = Selection(self.name, layout), 0 if self._cache else _BINDS
+        self._names.assigns = getattr(self.asked.optimizer, "assigns", False)
         cuts = (cut_shard(layout, k, piece_bytes) for k in numbers)
         pieces: list[list[WirePiece]] = [each if len(each) > 1 else [] for each in cuts]
         return ClientRequests(
@@ -363,7 +366,7 @@ class Client:
         samples = self._check_push(samples)
         pushes = self._names.split(gradients)
         if (wrong := not_finite(self.name, pushes)) is None:
-            return pushes, samples
+            return clipped_push(pushes, self.modes.clip_norm(self.finished)), samples
         if not self._drops:
             raise MpidistError(wrong)
         self._nonfinite += 1

@@ -28,11 +28,12 @@ class Decisions:
     ----------
     link : Link
     servers : sequence of int
-        Ranks of all servers.
+        Ranks of all servers, which the attribute `ranks` has.
     """
 
     def __init__(self, link: Link, servers: Sequence[int]):
-        self._link, self._first, self._others = link, servers[0], list(servers[1:])
+        self._link, self.ranks = link, list(servers)
+        self._first, self._others = self.ranks[0], self.ranks[1:]
 
     def tell(self, model: int, gate: Any) -> None:
         """On the first server: send the new decisions of a model's gate to the other servers."""

@@ -35,6 +35,7 @@ from .link import GroupCall, Link
 from .model_facts import Request, check_function
 from .modes.model_changes import ModelChanges
 from .modes.stale_gradients import KeepStale, Stale
+from .modes.table_updates import chosen_update
 from .protocol import BARRIER, BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER
 from .rows.open_rows import OpenRows
 from .rows.row_cache import RowCache
@@ -117,7 +118,8 @@ class ServerGroup(OnlineShares):
         name: str,
         model: Mapping,
         *,
-        optimizer,
+        optimizer=None,
+        update: str | None = None,
         consistency: Consistency | None = None,
         seed: int = 0,
         global_batch: int | None = None,
@@ -127,6 +129,7 @@ class ServerGroup(OnlineShares):
         spread: str | Mapping[str, str] = "ranges",
         server_device: str = "cpu",
         cache_rows: int | RowCache | None = None,
+        clip_norm: float | None = None,
     ) -> Client | None:
         """Add a model to the servers; return the model's client, or None on a dedicated server.
 
@@ -144,6 +147,11 @@ class ServerGroup(OnlineShares):
             other ranks shapes.
         optimizer : object with init and update
             The servers apply it elementwise: see ``mpidist.optim``.
+        update : "add" or "assign"
+            In place of an optimizer: the servers add what is pushed to the values (counters), or
+            put it in their place (tables). Of the pushes of one clock under BSP, and of equal rows
+            of a push, the last one counts, in the order of the workers. ``samples=0`` pushes
+            nothing, other numbers of samples have no effect.
         consistency : BSP, SSP, DSSP, ASP or BackupWorkers
             BSP by default.
         seed : int
@@ -170,6 +178,10 @@ class ServerGroup(OnlineShares):
             How many rows of each table a worker keeps. A pull of rows does not ask for those that
             have all updates that the mode guarantees to this step. ASP guarantees none, and needs
             ``md.RowCache(rows, max_age=steps)``. A worker always sees its own pushes.
+        clip_norm : float, optional
+            The largest global norm (over all tensors) of a gradient: under BSP and with backup
+            workers of the mean gradient of a clock, else of each push. Longer ones are scaled.
+            Equals the norm of `optim.clipped`, which may also be given as optimizer.
 
         Raises
         ------
@@ -184,8 +196,10 @@ class ServerGroup(OnlineShares):
         # subclass of str may have another ``repr``.
         name = str.__str__(name) if isinstance(name, str) else name
         policy = KeepStale() if stale is None else stale
+        optimizer, clip_norm = chosen_update(optimizer, update, clip_norm)
         given = (seed, global_batch, None, nonfinite, policy, rows, spread)
-        return self._host(Request(name, model, optimizer, mode, *given, server_device, cache_rows))
+        more = (server_device, cache_rows, clip_norm)
+        return self._host(Request(name, model, optimizer, mode, *given, *more))
 
     def _host(self, asked: Request) -> Client | None:
         self._open()

@@ -55,6 +55,7 @@ class Request(NamedTuple):
     spread: str | Mapping[str, str] = "ranges"
     server_device: str = "cpu"
     cache_rows: int | RowCache | None = None
+    clip_norm: float | None = None
 
 
 def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, float]] | None]:
@@ -126,6 +127,7 @@ def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, fl
         "seed": seed,
         "nonfinite": asked.nonfinite,
         "server_device": asked.server_device,
+        "clip_norm": asked.clip_norm,
         "stale": repr(asked.stale),
         "cache_rows": repr(cache),
         "rows": {key: policy.rows for key, policy in policies.items()},

@@ -22,7 +22,8 @@ def parameter_server(
     comm: MPI.Comm,
     params: Mapping,
     *,
-    optimizer,
+    optimizer=None,
+    update: str | None = None,
     servers: int | Sequence[int] | Mapping[int, float] | str = 1,
     consistency: Consistency | None = None,
     placement: str | Sequence[int] = "dedicated",
@@ -34,6 +35,7 @@ def parameter_server(
     spread: str | Mapping[str, str] = "ranges",
     server_device: str = "cpu",
     cache_rows: int | RowCache | None = None,
+    clip_norm: float | None = None,
     on_pause: Callable[[Any], None] | None = None,
 ) -> Iterator[Client | None]:
     """Put one model on parameter servers for a ``with`` block. Collective over `comm`.
@@ -49,6 +51,7 @@ def parameter_server(
             "model",
             params,
             optimizer=optimizer,
+            update=update,
             consistency=consistency,
             seed=seed,
             global_batch=global_batch,
@@ -58,6 +61,7 @@ def parameter_server(
             spread=spread,
             server_device=server_device,
             cache_rows=cache_rows,
+            clip_norm=clip_norm,
         )
         if client is None:
             group.serve(on_pause)

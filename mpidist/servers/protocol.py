@@ -53,14 +53,14 @@ PIECES = -2  # the same, and the data are sent in pieces of their own: see the r
 # Messages to servers and to workers have different tags, because a rank that is both worker and
 # server sends messages to itself.
 DECISION, TO_SERVER, TO_WORKER, NOTICE, VALUES, UP, DOWN, VOTE, COPY = 0, 1, 2, 3, 4, 5, 6, 7, 8
-PIECE_UP, PIECE_DOWN = 9, 10
+PIECE_UP, PIECE_DOWN, SQUARES = 9, 10, 11
 
 #: The flags by which a server says that it has got an update for its copy, and that it sends none.
 ACKNOWLEDGE, NO_MORE = CLOCK, BYE
 
 # Groups share the control communicator of their context, and each group has its own tags there.
 # MPI guarantees tags up to 32,767 only, so tags are used again after `GROUPS` groups.
-FIRST_TAG, TAGS, GROUPS = 16_384, 11, 1_489
+FIRST_TAG, TAGS, GROUPS = 16_384, 12, 1_365
 
 _STRUCT = struct.Struct("<16q")
 HEADER_BYTES = _STRUCT.size

@@ -31,6 +31,7 @@ from .decisions import Decisions
 from .layout.capacity import ROOM_BYTES
 from .layout.routing import data_bytes, decode_parts, views
 from .link import Link
+from .modes.global_norm import GlobalNorms
 from .modes.hosted_model import Hosted, Pull, Push
 from .protocol import HEADER_BYTES, TO_SERVER, TO_WORKER, Header, Incoming
 from .replicas.shard_copies import ShardCopies
@@ -70,6 +71,7 @@ class Server:
         self.doors = ServerDoors(self)
         self.votes: Votes | None = None
         self.copies: ShardCopies | None = None
+        self.norms = GlobalNorms(self)
         self._present = set(range(len(workers)))  # the workers that have not left
         self._paused: dict[int, Any] = {}
         self._barriers: Counter[int] = Counter()  # how many barriers each worker has entered
@@ -87,6 +89,8 @@ class Server:
     def done(self) -> bool:
         """Whether every worker has left and every answer has been sent."""
         if self._present or self._answers or (self.votes is not None and self.votes.pending):
+            return False
+        if self.norms.pending:
             return False
         if self.copies is not None and self.copies.pending:
             return False
@@ -110,6 +114,9 @@ class Server:
         if self.votes is not None:
             for number, actions in self.votes.listen():
                 self._carry_out(self.models[number], actions)
+        for number, actions in self.norms.listen():
+            self._carry_out(self.models[number], actions)
+            self._check_pause()
         if self.index:
             for number, decision in self.decisions.heard():
                 self.run(self.models[number], self.models[number].gate.follow(decision))
@@ -273,6 +280,8 @@ class Server:
             self.copies.forward(self.models.index(model), actions)
         if self.votes is not None and model.gate.consistency.holds:
             actions = self.votes.released(self.models.index(model), actions)
+        if model.clip_norm is not None:
+            actions = self.norms.released(self.models.index(model), actions)
         self._carry_out(model, actions)
 
     def settle(self, name: str, clocks: int) -> None:
@@ -388,6 +397,8 @@ class Server:
             why = f"workers {gone} have left the group" if gone else f"different tags {tags}"
             raise ProtocolError(f"parameter server {self.index}: pause: {why}")
         if len(tags) < len(self.workers) or any(model.due for model in self.models):
+            return
+        if self.norms.pending:
             return
         if self.index and any(model.gate.held and not model.gate.settled for model in self.models):
             return  # the first server's decision on these pushes is on its way

@@ -154,14 +154,3 @@ def test_clipping_on_replicas_needs_no_message(comm):
     for name, p in serial.items():
         np.testing.assert_allclose(ours[name], p, rtol=1e-4, atol=1e-5)
     assert max(np.abs(ours[name] - free[name]).max() for name in ours) > 0.01
-
-
-@pytest.mark.ranks(3)
-def test_servers_refuse_what_needs_all_tensors(comm):
-    """R97: each server has some of the tensors, and a norm is over all of them."""
-    clipped = optim.clipped(optim.sgd(0.1), 1.0)
-    with (
-        pytest.raises(ConfigError, match="elementwise"),
-        md.parameter_server(comm, {"w": np.zeros(3)}, optimizer=clipped),
-    ):
-        pass

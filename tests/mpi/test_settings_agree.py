@@ -43,6 +43,8 @@ ADD = {
     ],
     "consistency": [("bsp", BAD, "consistency is 'bsp'"), (md.ASP(), OTHER, "consistency")],
     "stale": [("keep", BAD, "give a policy, not its name"), (md.ScaleStale(4), BAD, "needs consi")],
+    "update": [("sum", BAD, "update='sum'; give"), ("add", BAD, "update='add' and optimizer=")],
+    "clip_norm": [(0, BAD, "clip_norm is 0"), (True, BAD, "clip_norm"), (2.0, OTHER, "clip_norm")],
     "nonfinite": [("keep", BAD, "nonfinite is 'keep'"), ("drop", OTHER, "nonfinite")],
     "server_device": [(7, BAD, "server_device=7"), ("gpu", OTHER, "server_device")],
     "seed": [("x", BAD, "seed='x'"), (10**5000, BAD, "seed="), (1, OTHER, "seed")],

@@ -9,13 +9,21 @@ import numpy as np
 
 from ...arrays import as_array, copy_into, host_empty, is_device, is_writable
 from ...errors import ConfigError, nearest, shown
-from ..rows.row_sums import sum_equal_rows
+from ..rows.row_sums import last_of_equal_rows, sum_equal_rows
 from .dealt_rows import dealt_order, dealt_places
 from .placement import ServerLayout, Tensor
 
 
 class Selection:
-    """The tensor names of one model, and checks of the arguments of its pushes and pulls."""
+    """The tensor names of one model, and checks of the arguments of its pushes and pulls.
+
+    Attributes
+    ----------
+    assigns : bool
+        Whether pushes have new values, of which the last of equal rows counts, not gradients.
+    """
+
+    assigns = False
 
     def __init__(self, model: str, layout: ServerLayout):
         self.model, self.layout = model, layout
@@ -166,13 +174,19 @@ class Selection:
                 f"{tensor.dtype} of shape {shape}"
             )
         if rows is not None and not tensor.by_rows:
+            if self.assigns:
+                raise ConfigError(
+                    f"push {name!r}: servers hold parts of its rows, so single rows cannot be "
+                    "assigned; push the whole tensor"
+                )
             dense = np.zeros(tensor.shape, tensor.dtype)
             np.add.at(dense, rows, gradient)
             rows, gradient = None, dense
         elif rows is not None:
             if tensor.dealt:
                 rows = dealt_places(rows, tensor.shape[0], tensor.dealt)
-            rows, gradient = sum_equal_rows(rows, gradient)
+            merge = last_of_equal_rows if self.assigns else sum_equal_rows
+            rows, gradient = merge(rows, gradient)
         elif tensor.dealt:
             gradient = gradient[dealt_order(tensor.shape[0], tensor.dealt)]
         # A finite number may be infinite in the dtype of the parameters.

@@ -33,7 +33,9 @@ class ClientModes:
     def __init__(self, asked: Request, votes: bool):
         self._asked, self._votes = asked, votes
         # A death may break a push off in an elastic run, and then no server may have applied it.
-        self._pieces = not votes and ulfm.current is None
+        # The norm of a gradient is known when all of it is here, and so are the newest values.
+        whole = asked.clip_norm is not None or not getattr(asked.optimizer, "streams", True)
+        self._pieces = not votes and ulfm.current is None and not whole
         # A device updates all at once.
         self._pieces &= asked.server_device == "cpu"
         self._streams = self._pieces and has_the_same_bits(asked.optimizer)
@@ -58,6 +60,10 @@ class ClientModes:
     def streams(self, clock: int) -> bool:
         """Whether servers may answer a push of this clock piece by piece."""
         return self._streams and self.at(clock).streams
+
+    def clip_norm(self, clock: int) -> float | None:
+        """Return the norm to which this worker itself clips its push of a clock, or None."""
+        return None if self.at(clock).merges else self._asked.clip_norm
 
     def checked(self, mode: Any, clock: int) -> bytes:
         """Return the message that sets a mode in `clock`, or raise an error: nothing is sent yet.

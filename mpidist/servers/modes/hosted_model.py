@@ -20,6 +20,7 @@ from ..wire.wire_pieces import PIECE_BYTES
 from .agreed_changes import AgreedChanges
 from .changing_gate import ChangingGate
 from .push_record import PulledCopies, PushRecord
+from .table_updates import TableUpdate, newest_values
 
 
 class Push(NamedTuple):
@@ -66,6 +67,8 @@ class Hosted:
         self.global_batch: Any = asked.global_batch
         self.pulled = [shard.version] * workers  # the shard's version at each worker's newest pull
         self.applied = 0  # the pushes of all clocks before are applied, in modes that hold pushes
+        self.clip_norm = asked.clip_norm
+        self.table = asked.optimizer if isinstance(asked.optimizer, TableUpdate) else None
         self.stale, self.record = asked.stale, PushRecord(asked.name, workers, shard.server)
         self._copies = PulledCopies(shard, workers) if asked.stale.compensates else None
         self.changes = AgreedChanges(self)
@@ -82,6 +85,8 @@ class Hosted:
 
     def weight(self, push: Push) -> float:
         """Return the weight of a push applied alone: a factor of learning rate or gradients."""
+        if self.table is not None:
+            return float(push.samples != 0)
         if self.global_batch is None:
             return 0.0 if push.samples == 0 else 1.0 / len(self.pulled)
         return push.samples / self.global_batch
@@ -135,6 +140,8 @@ class Hosted:
 
     def shares(self, action: Apply) -> list[tuple[float, Any]]:
         """Return the share of each push in the mean, and its parts."""
+        if self.table is not None:
+            return [(float(push.samples != 0), push.parts) for _, push in action.pushes]
         if len(action.pushes) == 1:  # the usual way takes 2 us
             ((_, push),) = action.pushes
             return [(1.0 if push.samples else 0.0, push.parts)]
@@ -145,6 +152,8 @@ class Hosted:
 
     def merge(self, action: Apply) -> tuple[dict, float] | None:
         """Return the gradients of one update and their weight, as `ServerShard.merge`."""
+        if self.table is not None and self.table.assigns:
+            return newest_values(self.shard, self.shares(action))
         if self.gate.mode_at(action.clock).merges:
             return self.shard.merge(self.shares(action))
         ((worker, push),) = action.pushes

@@ -28,6 +28,14 @@ def sum_equal_rows(rows: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np
     return rows[first], np.add.reduceat(wide, first, axis=0)
 
 
+def last_of_equal_rows(rows: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distinct rows in ascending order, and the last of the values of each."""
+    if is_ascending(rows):
+        return rows, values
+    distinct, first = np.unique(rows[::-1], return_index=True)
+    return distinct, values[len(rows) - 1 - first]
+
+
 def merge_rows(
     parts: Sequence[tuple[float, np.ndarray, np.ndarray]], dtype: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,151 @@
+"""Clip gradients by their global norm: over all tensors, of which each server has only some.
+
+    server 0   mean gradient of clock 7 | squares ->  | wait | scale, update -> answers
+    server 1   ............. mean gradient of clock 7 | squares -> | scale, update -> answers
+
+Under BSP and with backup workers the norm is that of the mean gradient of a clock. Each server
+sends the sum of the squares of its part to all others, in float64, and updates when it has the sums
+of all. All servers add them in one order, so they scale by the same number to the last bit. The sum
+of a serial program, which has the whole gradient, may differ in rounding.
+
+In the other modes each push is an update of its own. The worker has the whole push, so it clips it
+before it sends it, and servers exchange nothing.
+
+A server that fails sends a notice to all ranks, so nobody waits for its sum. In elastic runs
+`clip_norm` is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from ...errors import ConfigError, shown
+from ..consistency import Action, Apply
+from ..protocol import SQUARES
+
+_PIECE = 1 << 16
+
+
+def check_clip_norm(name: str, clip_norm: Any, elastic: bool) -> None:
+    """Raise ConfigError if `clip_norm` is neither None nor a number above 0, or not possible."""
+    if clip_norm is None:
+        return
+    number = isinstance(clip_norm, int | float | np.number) and not isinstance(clip_norm, bool)
+    if not number or not 0 < clip_norm < math.inf:
+        raise ConfigError(f"model {name!r}: clip_norm is {shown(clip_norm)}, expected a number > 0")
+    if elastic:
+        raise ConfigError(
+            f"model {name!r}: clip_norm={clip_norm}: in an elastic run the part of a dead server "
+            "would be missing in the norm; leave clip_norm out"
+        )
+
+
+def squares(arrays: Iterable[np.ndarray]) -> float:
+    """Return the sum of the squares of all elements, in float64."""
+    flat = (array.reshape(-1) for array in arrays)
+    pieces = (one[at : at + _PIECE] for one in flat for at in range(0, one.size, _PIECE))
+    return float(sum(np.square(piece, dtype=np.float64).sum() for piece in pieces))
+
+
+def factor(total: float, clip_norm: float) -> float:
+    """Return by what to multiply a gradient with this sum of squares; 1 if it is not finite."""
+    norm = math.sqrt(total) if math.isfinite(total) else 0.0
+    return clip_norm / norm if norm > clip_norm else 1.0
+
+
+def clipped_push(pushes: dict[str, tuple], clip_norm: float | None) -> dict[str, tuple]:
+    """Return a push (name to rows and flat gradient) of at most this norm, if one is given."""
+    if clip_norm is None:
+        return pushes
+    scale = factor(squares(flat for _, flat in pushes.values()), clip_norm)
+    if scale == 1.0:
+        return pushes
+    return {n: (rows, flat * flat.dtype.type(scale)) for n, (rows, flat) in pushes.items()}
+
+
+class GlobalNorms:
+    """The sums of squares of one server, for all its models that clip.
+
+    Parameters
+    ----------
+    server : Server
+        Its models, link and the ranks of all servers.
+    """
+
+    def __init__(self, server: Any):
+        self._server = server
+        self._due: dict[int, deque[Action]] = defaultdict(deque)
+        self._merged: dict[tuple[int, int], Any] = {}  # (model, clock) -> the mean gradient
+        self._sums: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # by rank
+
+    @property
+    def pending(self) -> bool:
+        """Whether updates wait for the sums of other servers."""
+        return any(self._due.values())
+
+    def released(self, number: int, actions: Sequence[Action]) -> list[Action]:
+        """Send the sums of the updates in `actions`; return the actions to carry out now."""
+        model, link = self._server.models[number], self._server.link
+        for action in actions:
+            self._due[number].append(action)
+            if not (isinstance(action, Apply) and self._is_clipped(model, action)):
+                continue
+            key = number, action.clock
+            merged = self._merged[key] = model.merge(action)
+            mine = 0.0 if merged is None else squares(map(_values, merged[0].values()))
+            self._sums[key][link.comm.rank] = mine
+            for rank in self._ranks():
+                if rank != link.comm.rank:
+                    words = link.pool.take(24)
+                    words.view(np.int64)[:2] = key
+                    words.view(np.float64)[2] = mine
+                    link.send(words, 24, rank, SQUARES)
+        return self._allowed(number)
+
+    def listen(self) -> list[tuple[int, list[Action]]]:
+        """Receive sums; return the actions of each model that may be carried out now."""
+        link, status, heard = self._server.link, MPI.Status(), set()
+        while link.comm.Iprobe(MPI.ANY_SOURCE, link.tag + SQUARES, status):
+            words = np.empty(24, np.uint8)
+            link.comm.Recv([words, MPI.BYTE], status.source, link.tag + SQUARES)
+            number, clock = words.view(np.int64)[:2].tolist()
+            self._sums[number, clock][status.source] = float(words.view(np.float64)[2])
+            heard.add(number)
+        return [(number, self._allowed(number)) for number in sorted(heard)]
+
+    def _ranks(self) -> list[int]:
+        return self._server.decisions.ranks
+
+    @staticmethod
+    def _is_clipped(model: Any, action: Apply) -> bool:
+        return model.gate.mode_at(action.clock).merges
+
+    def _allowed(self, number: int) -> list[Action]:
+        model, due, ranks = self._server.models[number], self._due[number], self._ranks()
+        allowed: list[Action] = []
+        while due:
+            action = due[0]
+            if isinstance(action, Apply) and self._is_clipped(model, action):
+                key = number, action.clock
+                if len(self._sums[key]) < len(ranks):
+                    break
+                sums, merged = self._sums.pop(key), self._merged.pop(key)
+                scale = factor(sum(sums[rank] for rank in ranks), model.clip_norm)
+                if merged is not None and scale != 1.0:
+                    for gradient in merged[0].values():
+                        values = _values(gradient)
+                        np.multiply(values, values.dtype.type(scale), out=values)
+                model.merged.append(merged)
+            allowed.append(due.popleft())
+        return allowed
+
+
+def _values(gradient: Any) -> np.ndarray:
+    """Return the values of a gradient, which may be a tuple (rows, values)."""
+    return gradient[1] if isinstance(gradient, tuple) else gradient

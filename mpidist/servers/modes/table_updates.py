@@ -1,0 +1,120 @@
+"""Models that no optimizer updates: pushes are added to their values, or replace them.
+
+values      10  20  30                    update="add"       update="assign"
+worker 0     1   .   1    pushed in a     12  20  31         3   20   1
+worker 1     1   .   .    clock, BSP
+(rows)       3 replaces 1 in the first, because worker 1 comes after worker 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...errors import ConfigError, nearest, shown
+from ..rows.row_sums import last_of_equal_rows
+from ..shards import Parts, ServerShard
+
+UPDATES = ("add", "assign")
+
+
+class TableUpdate:
+    """What servers have in place of an optimizer: they add what is pushed, or put it there.
+
+    Parameters
+    ----------
+    name : str
+        "add" or "assign".
+    replaced : object
+        The optimizer that was also given, which is an error.
+    """
+
+    elementwise, rows = True, "exact"
+
+    def __init__(self, name: Any, replaced: Any = None):
+        self.name, self.settings, self.replaced = name, {"update": name}, replaced
+        self.assigns = isinstance(name, str) and name == "assign"
+        self.streams = not self.assigns
+
+    def init(self, parameters: Mapping) -> dict:
+        """Return an empty state."""
+        return {}
+
+    def update(self, gradients: Mapping, state: dict, parameters: Mapping) -> None:
+        """Add the sums of the pushes to the parameters, or put the newest values there."""
+        for key, parameter in parameters.items():
+            gradient = gradients[key]
+            if not isinstance(gradient, tuple):
+                parameter[...] = gradient if self.assigns else parameter + gradient
+                continue
+            rows, values = gradient
+            if len(rows):
+                table = parameter.reshape(-1, values[0].size)
+                values = values.reshape(len(rows), -1)
+                table[rows] = values if self.assigns else table[rows] + values
+
+
+def chosen_update(optimizer: Any, update: Any, clip_norm: Any) -> tuple[Any, Any]:
+    """Return the optimizer of a model and its `clip_norm`, which `optim.clipped` may contain."""
+    if update is not None:
+        return TableUpdate(update, optimizer), clip_norm
+    inner = getattr(optimizer, "inner", None)
+    if inner is not None and clip_norm is None and "clip_norm" in optimizer.settings:
+        return inner, optimizer.settings["clip_norm"]
+    return optimizer, clip_norm
+
+
+def check_update(asked: Any) -> None:
+    """Raise ConfigError if a model has an update and something that belongs to an optimizer."""
+    table, where = asked.optimizer, f"model {asked.name!r}: update="
+    if not isinstance(table, TableUpdate):
+        return
+    if not isinstance(table.name, str) or table.name not in UPDATES:
+        close = nearest(table.name, UPDATES) if isinstance(table.name, str) else ""
+        names = " or ".join(map(repr, UPDATES))
+        raise ConfigError(f"{where}{shown(table.name)}; give {names}, or an optimizer{close}")
+    given = {
+        "optimizer": table.replaced,
+        "global_batch": asked.global_batch,
+        "clip_norm": asked.clip_norm,
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{where}{table.name!r} and {name}={shown(value)}: pushes are no gradients here; "
+                "give one of the two"
+            )
+    kinds = asked.rows.values() if isinstance(asked.rows, Mapping) else [asked.rows]
+    if table.assigns and any(kind not in ("dense", "lazy") for kind in kinds):
+        raise ConfigError(f"{where}'assign' needs rows='dense' or 'lazy', got {shown(asked.rows)}")
+
+
+def newest_values(
+    shard: ServerShard, pushes: Sequence[tuple[float, Parts]]
+) -> tuple[dict[str, Any], float] | None:
+    """Return the values that pushes assign, in the form of `ServerShard.merge`.
+
+    A later push of the sequence replaces the values of an earlier one, row by row.
+    """
+    found: dict[str, Any] = {}
+    pushes = [push for push in pushes if push[0]]
+    for _, parts in pushes:
+        for part, view in parts:
+            key, before = shard.key(part), found.get(shard.key(part))
+            if part.rows is None:
+                found[key] = view
+                continue
+            rows = part.local_rows(shard.layout)
+            values = view.reshape(len(rows), -1)
+            if before is None:
+                found[key] = rows, values
+            elif isinstance(before, tuple):
+                found[key] = last_of_equal_rows(
+                    np.concatenate([before[0], rows]), np.concatenate([before[1], values])
+                )
+            elif len(rows):
+                found[key] = before.copy()
+                found[key].reshape(-1, values.shape[1])[rows] = values
+    return (found, 1.0) if pushes else None
