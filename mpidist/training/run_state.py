@@ -18,6 +18,7 @@ from ..collectives.allreduce import allreduce
 from ..data import Position, Sampler
 from ..errors import ConfigError, MpidistError, NoCheckpoint, StorageError
 from ..fault_tolerance import hand_over
+from ..fault_tolerance.communication_share import StepTimes
 from ..fault_tolerance.signals import say_last
 from ..launch import heartbeat
 from ..launch.environment import memory_folder
@@ -74,6 +75,7 @@ class Progress:
         self.last = 0
         self.deaths = self.evicted = 0
         self.report: StepReport | None = None
+        self.times = StepTimes()
 
     # -- the loop ----------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 
+from ..fault_tolerance.communication_share import summarize_steps, warn_of_share
 from ..launch import heartbeat
 from ..runtime.agreement.run_on_all import run_on_all
 from .run_state import Progress
@@ -15,8 +16,10 @@ from .run_state import Progress
 class Summary:
     """Result of `md.train`.
 
-    Times are wall-clock times. `rank_hours` is the wall-clock time in hours, times the number of
-    ranks.
+    `step_times` has the share of communication in the steps and, for each worker, a histogram of
+    their times, see `fault_tolerance.communication_share.summarize_steps`; after a death it has the
+    steps since then. Times are wall-clock times. `rank_hours` is the wall-clock time in hours,
+    times the number of ranks.
     """
 
     test_accuracy: float | None
@@ -42,6 +45,7 @@ class Summary:
     overlap_fraction: float | None = None
     pipeline: dict | None = None
     peers: dict | None = None
+    step_times: dict | None = None
 
     def as_dict(self) -> dict:
         """Return plain numbers and strings for ``summary.json``.
@@ -61,6 +65,8 @@ def gather_facts(run: Progress, test_data) -> dict:
     run.exchange.check(run.step)
     if run.store is None:
         run.average_model_state()  # with a store, the last checkpoint has averaged the state
+    mine = run.times.facts(run.comm.rank)
+    everyone = run_on_all(workers, "md.train: times of steps", lambda: mine, list)
     accuracy = None if test_data is None else run.exchange.evaluate(test_data)
     return {
         "test_accuracy": accuracy,
@@ -84,6 +90,7 @@ def gather_facts(run: Progress, test_data) -> dict:
         "overlap_fraction": run.exchange.hidden(),
         "pipeline": run.exchange.layout(),
         "peers": run.exchange.peer_facts(),
+        "step_times": summarize_steps(everyone),
     }
 
 
@@ -96,6 +103,8 @@ def share(run: Progress, facts: dict | None) -> Summary:
         wall = time.perf_counter() - run.began
         facts["wall_seconds"] = six_digits(wall)
         facts["rank_hours"] = six_digits(wall * run.comm.size / 3600)
+        if run.exchange.workers.rank == 0:
+            warn_of_share(facts["step_times"], run.loop_seconds)
     facts = run_on_all(
         run.comm, "md.train: summary", lambda: facts, lambda everyone: next(filter(None, everyone))
     )

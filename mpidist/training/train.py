@@ -288,7 +288,8 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                         run.advance(after, len(indices), len(wanted))
                         pass_over(run, exchange, sampler)
                         times = (computed - began, time.perf_counter() - computed)
-                        on_data = feed.waited - waited
+                        on_data = min(feed.waited - waited, times[0])
+                        run.times.note(on_data, times[0] - on_data, times[1])
                         report = StepReport(
                             run.step, last, run.position.epoch, loss, len(indices), *times
                         )

@@ -1,0 +1,91 @@
+"""How long the steps of each worker took, and which share of them was communication. Uses no MPI.
+
+    step    | data | gradients          | exchange of gradients   |
+              ----- computation ------    ---- communication -----
+
+Communication is what a worker spends after its gradients are done: sending, and waiting for others.
+What is sent while gradients are still computed takes no time of the step.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from .. import events
+
+#: Ends of the bins of a histogram, in milliseconds. The last bin has no end.
+EDGES_MS = tuple(unit * 10.0**power for power in range(-1, 6) for unit in (1, 2, 5))
+
+#: A run is warned whose communication takes a larger share of its steps. Shorter runs are not.
+SHARE_BOUND, LEAST_STEPS, LEAST_SECONDS = 0.5, 20, 10.0
+
+
+class StepTimes:
+    """The times of the steps of this worker."""
+
+    def __init__(self) -> None:
+        self.steps, self.compute, self.data, self.exchange = 0, 0.0, 0.0, 0.0
+        self._counts = [0] * (len(EDGES_MS) + 1)
+
+    def note(self, data: float, compute: float, exchange: float) -> None:
+        """Record one step: seconds waited for data, seconds of computation and communication."""
+        self.steps += 1
+        self.data += data
+        self.compute += compute
+        self.exchange += exchange
+        self._counts[bisect_left(EDGES_MS, 1e3 * (data + compute + exchange))] += 1
+
+    def facts(self, rank: int) -> dict:
+        """Return the numbers of this worker as plain values."""
+        return {
+            "rank": rank,
+            "steps": self.steps,
+            "data_seconds": round(self.data, 6),
+            "compute_seconds": round(self.compute, 6),
+            "exchange_seconds": round(self.exchange, 6),
+            "share": _share([self.data + self.compute], [self.exchange]),
+            "counts": list(self._counts),
+        }
+
+
+def summarize_steps(workers: Sequence[dict]) -> dict:
+    """Return what all workers have noted: the common share, and a histogram for each of them.
+
+    ``edges_ms`` has the ends of the bins that are in use, in milliseconds, and ``counts`` of each
+    worker the steps in each of them; the last count is of longer steps.
+    """
+    used = [any(each["counts"][bin] for each in workers) for bin in range(len(EDGES_MS) + 1)]
+    first = used.index(True) if any(used) else 0
+    last = len(used) - used[::-1].index(True) if any(used) else 0
+    edges = [float(f"{edge:.6g}") for edge in EDGES_MS[first:last]]
+    busy = [each["data_seconds"] + each["compute_seconds"] for each in workers]
+    return {
+        "share": _share(busy, [each["exchange_seconds"] for each in workers]),
+        "edges_ms": edges,
+        "workers": [
+            {**each, "counts": each["counts"][first : first + len(edges) + 1]} for each in workers
+        ],
+    }
+
+
+def warn_of_share(times: dict, seconds: float) -> str:
+    """Say if a run of so many seconds spends too much time with communication; return the text."""
+    steps = max((each["steps"] for each in times["workers"]), default=0)
+    if times["share"] <= SHARE_BOUND or steps < LEAST_STEPS or seconds < LEAST_SECONDS:
+        return ""
+    text = (
+        f"communication took {times['share']:.2f} of the time of the steps, more than "
+        f"{SHARE_BOUND:g}: a larger global batch, fewer ranks, or other servers may be faster; "
+        "`mpidist advise servers JOB.toml` compares them"
+    )
+    events.emit("communication_share", share=times["share"], bound=SHARE_BOUND)
+    if events.VERBOSITY:
+        print(f"mpidist: {text}", file=sys.stderr, flush=True)
+    return text
+
+
+def _share(busy: Sequence[float], exchange: Sequence[float]) -> float:
+    total = sum(busy) + sum(exchange)
+    return round(sum(exchange) / total, 4) if total else 0.0
