@@ -60,6 +60,7 @@ _HOME = {
     "DropStale": "servers.modes.stale_gradients",
     "ScaleStale": "servers.modes.stale_gradients",
     "DelayCompensated": "servers.modes.stale_gradients",
+    "MomentumCorrected": "servers.modes.stale_gradients",
     "OpenRows": "servers.rows.open_rows",
     "Rebalance": "servers.balance.rebalance",
     "RowCache": "servers.rows.row_cache",

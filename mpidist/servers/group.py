@@ -163,7 +163,7 @@ class ServerGroup(OnlineShares):
         nonfinite : "raise" or "drop"
             What a worker does about a NaN or an infinity in a push: it raises an error and sends
             nothing, or it sends a push of 0 samples, which ``client.stats`` counts.
-        stale : KeepStale, DropStale, ScaleStale or DelayCompensated
+        stale : KeepStale, DropStale, ScaleStale, DelayCompensated or MomentumCorrected
             What servers do with gradients of old parameters under ASP, SSP and DSSP.
         rows : "dense", "lazy", "open" or OpenRows, or mapping of name to these
             Whether an update moves all rows of a tensor, as by a gradient of zeros in the rows that

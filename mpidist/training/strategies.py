@@ -115,7 +115,7 @@ class ParameterServer:
         well. A list has the server ranks that only serve; the other servers are workers as well.
     nonfinite : "raise" or "drop"
         What happens to a push with a NaN or an infinity, see `ServerGroup.add`.
-    stale : KeepStale, DropStale, ScaleStale or DelayCompensated
+    stale : KeepStale, DropStale, ScaleStale, DelayCompensated or MomentumCorrected
         What servers do with old gradients under ASP, SSP and DSSP; also as a mapping with ``name``
         and settings, such as ``{"name": "drop", "beyond": 16}``.
     replicas : 0 or 1

@@ -67,6 +67,9 @@ def gather_facts(run: Progress, test_data) -> dict:
         run.average_model_state()  # with a store, the last checkpoint has averaged the state
     mine = run.times.facts(run.comm.rank)
     everyone = run_on_all(workers, "md.train: times of steps", lambda: mine, list)
+    times = summarize_steps(everyone)
+    if workers.rank == 0:
+        warn_of_share(times, run.loop_seconds)
     accuracy = None if test_data is None else run.exchange.evaluate(test_data)
     return {
         "test_accuracy": accuracy,
@@ -90,7 +93,7 @@ def gather_facts(run: Progress, test_data) -> dict:
         "overlap_fraction": run.exchange.hidden(),
         "pipeline": run.exchange.layout(),
         "peers": run.exchange.peer_facts(),
-        "step_times": summarize_steps(everyone),
+        "step_times": times,
     }
 
 
@@ -103,8 +106,6 @@ def share(run: Progress, facts: dict | None) -> Summary:
         wall = time.perf_counter() - run.began
         facts["wall_seconds"] = six_digits(wall)
         facts["rank_hours"] = six_digits(wall * run.comm.size / 3600)
-        if run.exchange.workers.rank == 0:
-            warn_of_share(facts["step_times"], run.loop_seconds)
     facts = run_on_all(
         run.comm, "md.train: summary", lambda: facts, lambda everyone: next(filter(None, everyone))
     )

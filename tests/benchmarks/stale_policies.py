@@ -33,6 +33,8 @@ POLICIES = {
     "scale, 8": md.ScaleStale(8),
     "compensated, 0.04": md.DelayCompensated(0.04),
     "compensated, 1": md.DelayCompensated(1.0),
+    "momentum": md.MomentumCorrected(),
+    "momentum, catch up": md.MomentumCorrected(catch_up=True),
 }
 #: Learning rate, momentum, global batch (a push of 32 samples weighs 32 / global batch).
 SETTINGS = [(0.2, 0.0, 32), (0.02, 0.9, 32), (0.05, 0.9, 64), (0.2, 0.9, 352)]
@@ -85,8 +87,9 @@ def train(policy, rate: float, momentum: float, global_batch: int, seed: int) ->
 def cost(policy, elements: int = 1 << 20, times: int = 15) -> float:
     """The median milliseconds of a pull and a push of so many float32, in the server alone."""
     layout = place_tensors({"w": ((elements,), "f4")}, 1)
-    shard, parts = ServerShard(layout, 0, optim.sgd(0.1), {}, 0), whole_parts(layout, 0)
-    hosted = Hosted(Request("m", {}, optim.sgd(0.1), md.ASP(), stale=policy), shard, 1)
+    optimizer = optim.momentum(0.1) if policy.corrects else optim.sgd(0.1)
+    shard, parts = ServerShard(layout, 0, optimizer, {}, 0), whole_parts(layout, 0)
+    hosted = Hosted(Request("m", {}, optimizer, md.ASP(), stale=policy), shard, 1)
     gradient, seconds = np.ones(elements, "f4"), []
     for _ in range(times):
         start = time.perf_counter()
@@ -107,6 +110,9 @@ def main() -> None:
     for settings in SETTINGS:
         line = f"{', '.join(map(str, settings)):28}"
         for policy in POLICIES.values():
+            if policy.corrects and not settings[1]:
+                line += f"{'':21}"
+                continue
             line += f"{np.mean([train(policy, *settings, seed)[0] for seed in seeds]):21.3f}"
         print(line, flush=True)
     costs = "".join(f"{cost(policy):21.2f}" for policy in POLICIES.values())

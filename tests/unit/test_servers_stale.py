@@ -8,11 +8,11 @@ import mpidist as md
 from mpidist import events
 from mpidist.errors import ConfigError
 from mpidist.servers.consistency import Apply
-from mpidist.servers.layout.placement import place_tensors
+from mpidist.servers.layout.placement import RowPolicy, place_tensors
 from mpidist.servers.layout.routing import ShardPart, whole_parts
 from mpidist.servers.model_facts import Request, parse_model
 from mpidist.servers.modes.push_record import DROPPED_IN_A_ROW, PulledCopies, PushRecord
-from mpidist.servers.modes.stale_gradients import STALE, Stale, stale_policy
+from mpidist.servers.modes.stale_gradients import STALE, Stale, check_momentum, stale_policy
 from mpidist.servers.server import Hosted, Push
 from mpidist.servers.shards import ServerShard
 from mpidist.training.strategies import from_settings
@@ -213,3 +213,52 @@ def test_a_correction_that_overflows_leaves_the_gradient(dtype, big):
     found = md.DelayCompensated(2).compensated(gradient, np.ones(3, dtype), np.zeros(3, dtype))
     assert found.dtype == gradient.dtype
     assert found.tolist() == [gradient[0], 10, gradient[2]]
+
+
+@pytest.mark.parametrize("catch_up", [False, True])
+@pytest.mark.parametrize("rows", [None, [1, 3]])
+def test_momentum_of_an_old_gradient(catch_up, rows):
+    """What stays in the velocity, and how far the parameters move, at once and in total."""
+    layout = place_tensors(
+        {
+            "w": (
+                (4, 2),
+                "f8",
+            )
+        },
+        1,
+        {"w": RowPolicy("lazy", "ranges")},
+    )
+    optimizer = md.optim.momentum(0.5, 0.8)
+    policy = md.MomentumCorrected(catch_up)
+    asked = Request("m", {}, optimizer, md.ASP(), stale=policy, global_batch=4)
+    model = Hosted(asked, ServerShard(layout, 0, optimizer, {}, 0), 2)
+    named = slice(None) if rows is None else rows
+    weights, velocity = np.zeros((4, 2)), np.zeros((4, 2))
+    for worker, age in ((0, 0), (0, 1), (0, 2), (1, 3)):  # nobody pulls
+        push(model, worker, age + 1.0, samples=2, rows=rows)
+        missed = sum(0.8**k for k in range(1, age + 1)) if catch_up else 0.0
+        velocity[named] = 0.8 * velocity[named] + (age + 1) * (1 + missed)
+        weights[named] -= 0.5 * 0.5 * velocity[named]
+        velocity[named] -= (age + 1) * (1 + missed - 0.8**age)
+        (key,) = model.shard.parameters
+        assert np.allclose(model.shard.parameters[key].reshape(4, 2), weights)
+        assert np.allclose(model.shard.state["velocity"][key].reshape(4, 2), velocity)
+    factor, kept = policy.corrected(7, 0.8)
+    total = factor + kept * 0.8 / (1 - 0.8)
+    assert np.isclose(total, 1 / (1 - 0.8)) == catch_up
+    assert policy.corrected(0, 0.8) == (1.0, 1.0)
+
+
+def test_momentum_needs_a_velocity():
+    policy = md.MomentumCorrected()
+    check_momentum("m", policy, md.optim.momentum(0.1))
+    for optimizer in (md.optim.sgd(0.1), md.optim.adam(0.1)):
+        with pytest.raises(ConfigError, match="needs the optimizer momentum, got"):
+            check_momentum("m", policy, optimizer)
+        check_momentum("m", md.KeepStale(), optimizer)
+    with pytest.raises(ConfigError, match="replicas=1: leave one of them out"):
+        check_momentum("m", policy, md.optim.momentum(0.1), copies=True)
+    with pytest.raises(ConfigError, match="catch_up is 1, expected true or false"):
+        md.MomentumCorrected(1)
+    assert stale_policy({"name": "momentum_corrected", "catch_up": True}).catch_up

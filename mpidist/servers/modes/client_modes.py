@@ -17,6 +17,7 @@ from ..rows.row_cache import row_cache
 from ..wire.trial_update import has_the_same_bits
 from .agreed_changes import encode_mode
 from .optimizer_changes import encode_optimizer
+from .stale_gradients import check_momentum
 
 
 class ClientModes:
@@ -98,6 +99,7 @@ class ClientModes:
         """Return the message that changes the optimizer in `clock`; nothing is sent yet."""
         name = self._asked.name
         refuse_in_elastic_runs(name, self._votes, "optimizer")
+        check_momentum(name, self._asked.stale, optimizer)
         if self._changed == clock:
             raise ProtocolError(f"client {name!r}: second set_optimizer in clock {clock}")
         return encode_optimizer(name, layout, self._asked.optimizer, optimizer)

@@ -20,6 +20,7 @@ from ..wire.wire_pieces import PIECE_BYTES
 from .agreed_changes import AgreedChanges
 from .changing_gate import ChangingGate
 from .push_record import PulledCopies, PushRecord
+from .stale_gradients import beta_of
 from .table_updates import TableUpdate, newest_values
 
 
@@ -101,7 +102,13 @@ class Hosted:
             version -= made.updates
         else:
             merged = self.merged.popleft() if self.merged else self.merge(action)
-            if merged is not None:
+            if merged is not None and self.stale.corrects:
+                ((_, push),) = action.pushes  # in these modes each push is an update
+                beta = beta_of(self.shard.optimizer) or 0.0
+                factors = self.stale.corrected(version - push.seen, beta)
+                gradients, weight = merged
+                self.shard.update_corrected(gradients, weight, factors)
+            elif merged is not None:
                 self.shard.update(*merged)
         self.applied = action.clock + 1
         for worker, push in action.pushes:

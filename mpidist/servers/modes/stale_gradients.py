@@ -10,6 +10,7 @@ KeepStale           counts in full
 DropStale           is left out if a is above `beyond`, but for pushes of many samples
 ScaleStale          has its weight multiplied by 2 ** (-a / half_life)
 DelayCompensated    gets the gradient g + lam * g * g * (w - w at the worker's pull)
+MomentumCorrected   moves the parameters, and is left in the velocity by beta ** a only
 =================== ==========================================================================
 
 The weight multiplies the learning rate, as the weight of a push by its samples does. Each server
@@ -42,13 +43,20 @@ class Stale:
     ----------
     compensates : bool
         Whether the server must keep the parameters that each worker has pulled.
+    corrects : bool
+        Whether the policy changes what a gradient leaves in the velocity, see `MomentumCorrected`.
     """
 
     compensates: ClassVar[bool] = False
+    corrects: ClassVar[bool] = False
 
     def factor(self, age: int, samples: int, global_batch: int | None) -> float:
         """Return a factor of the weight of a push; 0 drops it. `samples` is -1 if not given."""
         return 1.0
+
+    def corrected(self, age: int, beta: float) -> tuple[float, float]:
+        """Return by what to multiply a gradient in its update, and what stays in the velocity."""
+        return 1.0, 1.0
 
     def compensated(self, gradient: np.ndarray, now: np.ndarray, before: np.ndarray) -> np.ndarray:
         """Return the gradient to apply, from the parameters of today and those of the pull."""
@@ -175,6 +183,68 @@ class DelayCompensated(Stale):
         return np.where(np.isfinite(corrected), corrected, gradient)
 
 
+@dataclass(frozen=True)
+class MomentumCorrected(Stale):
+    """Leave in the velocity of momentum only what an old gradient would have left by now.
+
+    ``optim.momentum`` repeats a gradient in all later updates, by a factor of ``beta`` less in
+    each. An old gradient that is repeated drives the parameters on in a direction that is no longer
+    right, beside those that came in time. With this policy a gradient of age a moves the parameters
+    once, and ``beta ** a`` of it stays in the velocity, as if it had come a updates before.
+
+    The momentum factor masking of Lin et al., "Deep gradient compression", ICLR 2018, arXiv
+    1712.01887, which takes late gradients out of the velocity. Mitliagkas et al., "Asynchrony
+    begets momentum", 2016, arXiv 1605.09774, says why asynchronous updates need less momentum.
+
+    Parameters
+    ----------
+    catch_up : bool
+        Whether the gradient also moves the parameters at once as far as the repetitions that it has
+        missed. In total it then moves them as far as a gradient that came in time.
+
+    Raises
+    ------
+    ConfigError
+        `catch_up` is not true or false; or, when a model is added, the optimizer has no velocity.
+    """
+
+    catch_up: bool = False
+    corrects = True
+
+    def __post_init__(self):
+        if not isinstance(self.catch_up, bool):
+            raise ConfigError(
+                f"MomentumCorrected: catch_up is {shown(self.catch_up)}, expected true or false"
+            )
+
+    def corrected(self, age: int, beta: float) -> tuple[float, float]:
+        """Return by what to multiply a gradient in its update, and what stays in the velocity."""
+        kept = beta**age
+        missed = beta * (1 - kept) / (1 - beta) if self.catch_up else 0.0
+        return 1.0 + missed, kept
+
+
+def check_momentum(model: str, stale: Stale, optimizer, copies: bool = False) -> None:
+    """Raise ConfigError if a policy corrects the momentum of an optimizer that has none."""
+    if not stale.corrects:
+        return
+    if beta_of(optimizer) is None:
+        kind = getattr(optimizer, "name", type(optimizer).__name__)
+        raise ConfigError(
+            f"model {model!r}: stale={stale} needs the optimizer momentum, got {kind}; leave stale "
+            "out, or use another policy"
+        )
+    if copies:
+        raise ConfigError(f"model {model!r}: stale={stale} and replicas=1: leave one of them out")
+
+
+def beta_of(optimizer) -> float | None:
+    """Return the decay of the velocity of an optimizer, or None if it has no velocity."""
+    settings = getattr(optimizer, "settings", None)
+    has = isinstance(settings, Mapping) and getattr(optimizer, "name", "") == "momentum"
+    return float(settings["beta"]) if has and settings else None
+
+
 def _checked_number(name: str, value, above: float | None) -> None:
     number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if not number or (value < 0 if above is None else value <= above):
@@ -188,6 +258,7 @@ STALE: dict[str, Callable[..., Stale]] = {
     "drop": DropStale,
     "scale": ScaleStale,
     "delay_compensated": DelayCompensated,
+    "momentum_corrected": MomentumCorrected,
 }
 
 
@@ -204,6 +275,6 @@ def stale_policy(given) -> Stale:
     if not isinstance(given, Stale):
         raise ConfigError(
             f"stale is {shown(given)}; give md.KeepStale(), md.DropStale(beyond), "
-            "md.ScaleStale(half_life) or md.DelayCompensated(lam)"
+            "md.ScaleStale(half_life), md.DelayCompensated(lam) or md.MomentumCorrected()"
         )
     return given
