@@ -1,4 +1,4 @@
-"""Policies for stale gradients: weights, compensation, counts and warnings (R23, R24, R25)."""
+"""Policies for stale gradients: weights, compensation, counts and warnings (R23, R24, R25, R94)."""
 
 import numpy as np
 import pytest
