@@ -63,8 +63,8 @@ class DSSP(Consistency):
     low, high : int
         The bound if the slowest worker is always slow, and the largest bound.
     rule : "median" or "paper"
-        How the server chooses: from median and mean of each worker's last 31 work times, or by the
-        prediction of the next pushes from the two newest ones, as in the paper.
+        How the server chooses: from median and mean of each worker's last 31 work times, or by
+        the prediction of the next pushes from the two newest ones, as in the paper.
 
     Raises
     ------
