@@ -19,9 +19,9 @@ from .model_facts import Request, check_server_optimizer, optimizer_facts, parse
 from .modes.device_shard import DeviceShard, check_device
 from .modes.global_norm import check_clip_norm
 from .modes.stale_gradients import check_momentum
-from .modes.table_updates import check_update
 from .protocol import ADD, HEADER_BYTES, TO_SERVER, VALUES, Header
 from .rows.row_policies import check_open_group, check_row_optimizer
+from .rows.table_updates import check_update
 from .rows.unused_rows import open_bytes
 from .server import Hosted, Server
 from .shards import ServerShard, state_copies
@@ -50,7 +50,8 @@ def host_model(
         asked.consistency.check(len(workers))
         check_device(asked, group, server is not None, bool(facts["open"]))
         check_server_optimizer(asked.name, asked.optimizer)
-        check_momentum(asked.name, asked.stale, asked.optimizer, group.replicated)
+        elsewhere = group.replicated or asked.server_device != "cpu"
+        check_momentum(asked.name, asked.stale, asked.optimizer, elsewhere)
         check_clip_norm(asked.name, asked.clip_norm, group.votes or ulfm.current is not None)
         check_row_optimizer(asked.name, policies := _policies(facts), asked.optimizer)
         check_open_group(asked.name, policies, group.votes or group.replicated)

@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "parameter_servers.md"
 @pytest.mark.ranks(2, 4)
 def test_the_page_runs(comm):
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     names = {"given": comm}
     for block in blocks:
         exec(block.replace("MPI.COMM_WORLD", "given"), names)

@@ -1,4 +1,4 @@
-"""Models without an optimizer, and gradients that are clipped by the norm over all servers (R94)."""
+"""Models without an optimizer, and gradients that are clipped by a norm over all servers (R94)."""
 
 import numpy as np
 import pytest

@@ -257,8 +257,8 @@ def test_momentum_needs_a_velocity():
         with pytest.raises(ConfigError, match="needs the optimizer momentum, got"):
             check_momentum("m", policy, optimizer)
         check_momentum("m", md.KeepStale(), optimizer)
-    with pytest.raises(ConfigError, match="replicas=1: leave one of them out"):
-        check_momentum("m", policy, md.optim.momentum(0.1), copies=True)
+    with pytest.raises(ConfigError, match="needs servers without copies"):
+        check_momentum("m", policy, md.optim.momentum(0.1), elsewhere=True)
     with pytest.raises(ConfigError, match="catch_up is 1, expected true or false"):
         md.MomentumCorrected(1)
     assert stale_policy({"name": "momentum_corrected", "catch_up": True}).catch_up

@@ -13,6 +13,7 @@ from ..consistency import Apply, Consistency, Drop
 from ..layout.placement import ServerLayout
 from ..layout.routing import ShardPart, WholeShard
 from ..model_facts import Request
+from ..rows.table_updates import TableUpdate, newest_values
 from ..rows.unused_rows import table_facts
 from ..shards import ServerShard
 from ..wire.due_actions import DueActions
@@ -21,7 +22,6 @@ from .agreed_changes import AgreedChanges
 from .changing_gate import ChangingGate
 from .push_record import PulledCopies, PushRecord
 from .stale_gradients import beta_of
-from .table_updates import TableUpdate, newest_values
 
 
 class Push(NamedTuple):

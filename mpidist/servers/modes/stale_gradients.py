@@ -224,8 +224,11 @@ class MomentumCorrected(Stale):
         return 1.0 + missed, kept
 
 
-def check_momentum(model: str, stale: Stale, optimizer, copies: bool = False) -> None:
-    """Raise ConfigError if a policy corrects the momentum of an optimizer that has none."""
+def check_momentum(model: str, stale: Stale, optimizer, elsewhere: bool = False) -> None:
+    """Raise ConfigError if a policy corrects the momentum of an optimizer that has none.
+
+    `elsewhere` says that the velocity is also on another server, or on a device.
+    """
     if not stale.corrects:
         return
     if beta_of(optimizer) is None:
@@ -234,8 +237,10 @@ def check_momentum(model: str, stale: Stale, optimizer, copies: bool = False) ->
             f"model {model!r}: stale={stale} needs the optimizer momentum, got {kind}; leave stale "
             "out, or use another policy"
         )
-    if copies:
-        raise ConfigError(f"model {model!r}: stale={stale} and replicas=1: leave one of them out")
+    if elsewhere:
+        raise ConfigError(
+            f"model {model!r}: stale={stale} needs servers without copies (replicas) or a GPU"
+        )
 
 
 def beta_of(optimizer) -> float | None:

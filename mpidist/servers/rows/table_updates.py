@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from ...errors import ConfigError, nearest, shown
-from ..rows.row_sums import last_of_equal_rows
 from ..shards import Parts, ServerShard
+from .row_sums import last_of_equal_rows
 
 UPDATES = ("add", "assign")
 
