@@ -101,9 +101,10 @@ def test_workers_leave_early(comm):
     server = next(r["server"] for r in group.report()["ranks"] if r["server"])
     facts = server["models"]["m"]
     assert facts["updates"] == 13  # the last one's 12 rounds, and its push without a clock
-    assert sum(facts["staleness"].values()) + sum(facts["dropped"]) == 27 - sum(
-        r["clients"]["m"]["skipped"] for r in group.report()["ranks"] if r["clients"]
-    )
+    workers = [r["clients"]["m"] for r in group.report()["ranks"] if r["clients"]]
+    # A late worker may pass over its last clocks, and then goes on at a later one.
+    pushes = sum(worker["clocks"] - worker["skipped"] + 1 for worker in workers)
+    assert sum(facts["staleness"].values()) + sum(facts["dropped"]) == pushes
 
 
 @pytest.mark.ranks(4, 5)
