@@ -167,6 +167,8 @@ bench-servers: $(VENV)/.run
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m benchmarks.server_wire net --sizes 8388608,16777216 $(BENCH_ARGS)
 	PYTHONPATH=tests $(EXEC) 2 $(BIN)/python -m benchmarks.server_wire node
 	PYTHONPATH=tests $(EXEC) 9 $(BIN)/python -m benchmarks.server_wire memory
+	PYTHONPATH=tests $(EXEC) 2 $(BIN)/python -m benchmarks.server_rma node
+	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m benchmarks.server_rma net
 
 # The pictures and tables of docs/comparison.md; what was measured is in runs/comparison.
 comparison: $(VENV)/.test
