@@ -157,6 +157,26 @@ def test_what_servers_keep_for_asynchronous_workers_moves(comm, more):
     assert [a.tobytes() for a in seen] == [a.tobytes() for a in expected]
 
 
+@pytest.mark.ranks(3)
+def test_parameters_that_a_worker_has_not_pulled(comm):
+    """What it has pulled moves; the rest counts as pulled at the change, so it is not corrected."""
+    model = {"a": ((100,), "f8", 1.0), "b": ((100,), "f8", 1.0)}
+    with md.ServerGroup(comm, servers=2) as group:
+        client = group.add(
+            "m", model, optimizer=SGD, consistency=md.ASP(), stale=md.DelayCompensated(1.0)
+        )
+        if client is not None:
+            client.pull("a")
+            ones = {name: np.ones(100) for name in model}
+            client.push(ones)
+            client.clock()
+            group.repartition(weights=[3, 1])
+            out = client.push_pull(ones)
+            # Gradient 1 - 1 * 1 * 1 where the parameter has moved by -1 since the pull, else 1.
+            assert out["a"].tolist() == [0.0] * 100
+            assert out["b"].tolist() == [-1.0] * 100
+
+
 WRONG = [
     ({"weights": [1, 2]}, MismatchError, "weights differs"),
     ({"weights": [1, -1]}, ConfigError, "weights=.*expected finite numbers"),
