@@ -84,6 +84,7 @@ test-%: $(VENV)/.test
 
 fuzz: $(VENV)/.test
 	$(EXEC) 5 $(BIN)/python tests/mpi/fuzz.py 5000
+	PYTHONPATH=tests $(EXEC) 5 $(BIN)/python -m mpi4py tests/mpi/fuzz_servers.py 500
 
 test-launch: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile tests/launch $(PYTEST_ARGS) $(AGAIN)
@@ -165,6 +166,7 @@ bench-rows: $(VENV)/.run
 # On shaped networks (as root), in one node, and the memory of a server of 8 workers.
 bench-servers: $(VENV)/.run
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m benchmarks.server_wire net --sizes 8388608,16777216 $(BENCH_ARGS)
+	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m benchmarks.server_wire net --mode asp $(BENCH_ARGS)
 	PYTHONPATH=tests $(EXEC) 2 $(BIN)/python -m benchmarks.server_wire node
 	PYTHONPATH=tests $(EXEC) 9 $(BIN)/python -m benchmarks.server_wire memory
 	PYTHONPATH=tests $(EXEC) 2 $(BIN)/python -m benchmarks.server_rma node

@@ -128,9 +128,7 @@ class Client:
             self._enter()
             if self._cache is not None:
                 self._cache.wrote(pushes, samples, self.finished)
-            for server in range(len(self._servers)):
-                self.requests.post(server, PUSH, pushes=pushes, samples=samples)
-            self.requests.pushed = self.finished
+            self.requests.push(pushes, samples)
             self._link.background()
 
     def clock(self) -> None:
@@ -336,8 +334,9 @@ class Client:
         self._names.assigns = getattr(self.asked.optimizer, "assigns", False)
         cuts = (cut_shard(layout, k, piece_bytes) for k in numbers)
         pieces: list[list[WirePiece]] = [each if len(each) > 1 else [] for each in cuts]
+        first = self.group.worker_ranks.index(self.group.comm.rank) % len(self._servers)
         return ClientRequests(
-            self._link, self._servers, model, self._names, pieces, self.modes, share
+            self._link, self._servers, model, self._names, pieces, self.modes, share, first
         )
 
     def use_layout(self, layout: ServerLayout, servers: list[int], piece_bytes: int) -> None:

@@ -16,6 +16,7 @@ import json
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -29,7 +30,7 @@ from ..partition import pieces
 from ..runtime import polling, ulfm
 from ..runtime.agreement.run_on_all import run_on_all
 from ..runtime.context import Context
-from ..runtime.elastic_requests import test_all, tester
+from ..runtime.elastic_requests import test_all, test_one, tester
 from ..runtime.ulfm import is_death, keep_alive, rank_failure
 from . import protocol
 from .deadlock import check_stuck
@@ -145,7 +146,7 @@ class Link:
         self.waits = {"server": 0.0, "worker": 0.0, "all": 0.0}
         self.trail, self.counters = events.Trail(self.comm.rank, self.comm.size), events.Counters()
         self.bytes_in_flight = self._exchanges = 0
-        self._sending: list[tuple[list[MPI.Request], np.ndarray, int]] = []
+        self._sending: list[tuple[deque[MPI.Request], np.ndarray, int]] = []
         self.receiving: set[Any] = set()  # messages and streams whose memory MPI uses
         # Messages to the server of each rank, and from the worker of each rank to the server here.
         self.sent, self.taken = [0] * self.comm.size, [0] * self.comm.size
@@ -157,7 +158,6 @@ class Link:
     def check_call(self, name: str) -> None:
         """Raise an error if this thread must not call MPI, or if the group has failed."""
         if self.one_thread and not MPI.Is_thread_main():
-            # If MPI allows only one thread, a call from another thread could crash.
             raise ProtocolError(
                 f"{name}: called in thread {threading.current_thread().name!r}, and MPI was "
                 "started below MPI_THREAD_MULTIPLE; call it in the main thread, or set "
@@ -190,15 +190,14 @@ class Link:
 
     # -- messages ------------------------------------------------------------------------------
 
-    def send(self, buffer: np.ndarray, nbytes: int, dest: int, tag: int) -> None:
-        """Send the first `nbytes` of a buffer, which `reap` later gives back to the pool."""
+    def send(self, buffer: np.ndarray, nbytes: int, dest: int, tag: int, cuts: Sequence = ()):
+        """Send the first `nbytes` of a buffer, cut at `cuts`; `reap` gives it back to the pool."""
         self.touched = True
-        requests: list[MPI.Request] = []
-        # The buffer is stored before its first piece is sent. So even if a send fails, Python does
-        # not free the buffer while MPI reads from it.
+        requests: deque[MPI.Request] = deque()
+        # Stored first, so that a failed send does not free the buffer while MPI reads it.
         self._sending.append((requests, buffer, nbytes))
         self.bytes_in_flight += nbytes
-        for start, stop in pieces(0, nbytes, protocol.MESSAGE_BYTES):
+        for start, stop in cuts or pieces(0, nbytes, protocol.MESSAGE_BYTES):
             view = [buffer[start:stop], MPI.BYTE]
             requests.append(self.comm.Isend(view, dest, self.tag + tag))
         self.sent[dest] += tag == protocol.TO_SERVER
@@ -206,9 +205,11 @@ class Link:
 
     def reap(self) -> bool:
         """Give buffers of completed sends back to the pool; return whether all are completed."""
-        still = []
+        still, status = [], MPI.Status()
         for requests, buffer, nbytes in self._sending:
-            if test_all(requests):
+            while requests and test_one(requests[0], status):
+                requests.popleft()
+            if not requests:
                 self.pool.give(buffer)
                 self.bytes_in_flight -= nbytes
             else:

@@ -48,7 +48,9 @@ NAMES = [_name(flags) for flags in range(1 << len(_REQUESTS))]
 SERVED = [f"serve {name}" for name in NAMES]
 
 ALL = -1  # a selection of this length means all that the server holds
-PIECES = -2  # the same, and the data are sent in pieces of their own: see the room `wire`
+# The same, and the data are sent in pieces of their own, see the room `wire`. Of a push: the server
+# takes it as a whole, or updates and answers each piece at once.
+PIECES, STREAM = -2, -3
 
 # Messages to servers and to workers have different tags, because a rank that is both worker and
 # server sends messages to itself.
@@ -73,7 +75,7 @@ class Header(NamedTuple):
     model: int = 0
     clock: int = 0
     total: int = HEADER_BYTES  # bytes of the whole message
-    push_words: int = 0  # int64 words of the push selection, or ALL, or PIECES
+    push_words: int = 0  # int64 words of the push selection, or ALL, PIECES or STREAM
     pull_words: int = 0  # int64 words of the pull selection, or ALL, or PIECES
     samples: int = -1  # request: samples of the push; -1 if the worker gave no number
     version: int = 0  # reply: updates that this server has applied
@@ -117,7 +119,7 @@ def read_header(buffer: np.ndarray, nbytes: int, rank: int) -> Header:
             "all ranks must run the same mpidist"
         )
     header = Header(*fields)
-    if header.total < nbytes or min(header.push_words, header.pull_words) < PIECES:
+    if header.total < nbytes or min(header.push_words, header.pull_words) < STREAM:
         raise ProtocolError(f"parameter server: damaged header from rank {rank}: {header}")
     return header
 
@@ -133,7 +135,7 @@ def largest(headers: Iterable[Header]) -> tuple[int, int, int, int]:
 
 
 def selection_words(selection: Any) -> int:
-    """Return what a header says of a selection: an array, None for all, or PIECES."""
+    """Return what a header says of a selection: an array, None for all, PIECES or STREAM."""
     if isinstance(selection, np.ndarray):
         return selection.size
     return ALL if selection is None else selection

@@ -33,10 +33,11 @@ from .layout.routing import data_bytes, decode_parts, views
 from .link import Link
 from .modes.global_norm import GlobalNorms
 from .modes.hosted_model import Hosted, Pull, Push
-from .protocol import HEADER_BYTES, TO_SERVER, TO_WORKER, Header, Incoming
+from .protocol import HEADER_BYTES, TO_SERVER, TO_WORKER, Header
 from .replicas.shard_copies import ShardCopies
 from .rows.unused_rows import drop_rows
 from .votes import Votes
+from .wire.collected_push import Arrivals
 from .wire.node_doors import ServerDoors
 from .wire.server_stream import PushStream
 
@@ -76,7 +77,7 @@ class Server:
         self._paused: dict[int, Any] = {}
         self._barriers: Counter[int] = Counter()  # how many barriers each worker has entered
         self._look_at = 0.0  # when to look again for workers that wait for each other
-        self._arriving: dict[int, Incoming] = {}
+        self._arriving = Arrivals()
         self._answers: deque[tuple[Hosted, int, Pull, int, int]] = deque()
         self._turn = 0
         link.trail.about = self._clocks
@@ -125,9 +126,9 @@ class Server:
             if model.due:
                 acted |= self._carry_out(model, ())
                 self._check_pause()
-            model.due.send_more()
+            model.due.pulls.send_more()
         self.link.reap()
-        while self._answers and self.link.bytes_in_flight < ROOM_BYTES:
+        while self._answers and self._bytes_to_send() < ROOM_BYTES:
             if (answer := self._next_answer()) is not None:
                 self.link.send(*answer, TO_WORKER)
             acted = True
@@ -151,7 +152,7 @@ class Server:
             # so a probe would find only later pieces of the same message.
             if worker not in self._arriving and comm.Iprobe(self.workers[worker], tag, status):
                 waiting.append((worker, status.Get_count(MPI.BYTE)))
-        room = ROOM_BYTES - sum(incoming.buffer.size for incoming in self._arriving.values())
+        room = ROOM_BYTES - self._arriving.nbytes
         before = len(self._arriving)
         for worker, nbytes in waiting:
             if self._arriving and nbytes > room:
@@ -172,7 +173,10 @@ class Server:
             self.link.touched = True  # an error after this loses a worker's request
             incoming = self._arriving.pop(worker)
             self.link.received(incoming.header.total)
-            if not self._handle(worker, incoming.header, incoming.buffer, queue):
+            header, number = incoming.header, incoming.header.model
+            if header.push_words == protocol.PIECES and 0 <= number < len(self.models):
+                self._arriving.collect(self.link, worker, incoming, self.models[number])
+            elif not self._handle(worker, incoming.header, incoming.buffer, queue):
                 self.link.pool.give(incoming.buffer)
         return bool(here)
 
@@ -214,17 +218,17 @@ class Server:
         push_parts, words_at = self._selection(model, message, HEADER_BYTES, header.push_words)
         pull_parts, data_at = self._selection(model, message, words_at, header.pull_words)
         self.load.count(header, model.whole, push_parts, pull_parts)
-        pushed, pulled = (n == protocol.PIECES for n in (header.push_words, header.pull_words))
+        streamed = header.push_words == protocol.STREAM
         if header.flags & protocol.PUSH:
             parts: Any
-            if pushed:
+            if streamed:
                 parts = self._receive_pieces(model, worker, header)
             elif push_parts is model.whole.parts:
                 parts = model.whole.views(message, data_at)
             else:
                 parts = list(views(model.shard.layout, push_parts, message, data_at))
             # A push of nothing has no age; its worker need not have pulled here.
-            seen = model.pulled[worker] if pushed or push_parts else model.shard.version
+            seen = model.pulled[worker] if streamed or push_parts else model.shard.version
             push = Push(buffer, parts, header.samples, seen)
             actions += model.gate.push(worker, push, bool(header.gap))
         if header.flags & protocol.CLOCK:
@@ -232,8 +236,9 @@ class Server:
                 model.changes.check_tick(worker, header.clock, self.workers)
             actions += model.gate.tick(worker)
         if header.flags & protocol.PULL:
-            # A push in pieces is answered in pieces as they are updated, and then by a header.
-            pieces = pulled and not pushed
+            # A push that is streamed is answered in pieces as they are updated, and by a header.
+            apart = header.pull_words in (protocol.PIECES, protocol.STREAM) and not streamed
+            pieces = header.pull_words if apart else 0
             pull = Pull(pull_parts, time.monotonic_ns(), queue, operation, pieces)
             actions += model.gate.pull(worker, pull)
         if header.flags & protocol.LEAVE:
@@ -263,9 +268,9 @@ class Server:
     def _selection(self, model: Hosted, message, at: int, words: int) -> tuple[list, int]:
         """Return the tensor parts that a message lists from byte `at` on, and the list's end."""
         layout = model.shard.layout
-        if words == protocol.ALL:
+        if words in (protocol.ALL, protocol.PIECES):
             return model.whole.parts, at
-        if words == protocol.PIECES:
+        if words == protocol.STREAM:
             return [], at
         stop = at + 8 * words
         return decode_parts(message[at:stop].view(np.int64), layout, self.index), stop
@@ -332,6 +337,9 @@ class Server:
                     self._answers.append(answer)
         return bool(done)
 
+    def _bytes_to_send(self) -> int:
+        return self.link.bytes_in_flight + sum(model.due.pulls.left for model in self.models)
+
     def _next_answer(self) -> tuple[np.ndarray, int, int] | None:
         """Write the next answer; return its buffer, its size in bytes, and its receiver.
 
@@ -347,8 +355,8 @@ class Server:
         shard = model.shard
         whole = pull.parts is model.whole.parts
         nbytes = model.whole.nbytes if whole else data_bytes(shard.layout, pull.parts)
-        total = HEADER_BYTES + nbytes
-        self.load.bytes_out += total
+        total = HEADER_BYTES + nbytes * (not pull.pieces)
+        self.load.bytes_out += HEADER_BYTES + nbytes
         record, clock = model.record, model.gate.clocks[worker]
         header = (
             protocol.PULL, 0, clock, total, 0, 0, -1, shard.version, gap, held,
@@ -360,15 +368,15 @@ class Server:
             return pull.box.write(*header)
         buffer = self.link.pool.take(total)
         protocol.write_header(buffer, *header)
-        if whole:
+        if pull.pieces:
+            model.due.send(self.link, self.workers[worker], pull.pieces)
+        elif whole:
             for part, view in model.whole.views(buffer, HEADER_BYTES):
                 view[...] = shard.values(part)
         else:
             shard.read(pull.parts, buffer, HEADER_BYTES)
         model.keep(worker, pull.parts)
         pull.operation[OPEN] = False
-        if pull.pieces:
-            model.due.send(self.link, self.workers[worker])
         return buffer, total, self.workers[worker]
 
     # -- workers that wait for each other --------------------------------------------------

@@ -31,13 +31,20 @@ def _load() -> str:
     return Path("/proc/loadavg").read_text().split()[0]
 
 
+def _mode(args):
+    import mpidist as md
+
+    modes = {"bsp": md.BSP(), "asp": md.ASP(), "ssp": md.SSP(3), "backup": md.BackupWorkers(0)}
+    return modes[args.mode]
+
+
 def node(args) -> None:
     """1 worker and 1 server: push_pull over the same exchange and update by hand."""
     from mpi4py import MPI
 
     import mpidist as md
 
-    comm, mode = MPI.COMM_WORLD, {"bsp": md.BSP(), "asp": md.ASP()}[args.mode]
+    comm, mode = MPI.COMM_WORLD, _mode(args)
     worker = comm.rank == 0
     for nbytes in args.sizes:
         rounds = max(45, min(400, (512 * _MIB) // nbytes // 8))
@@ -102,13 +109,13 @@ def memory(args) -> None:
                 return int(line.split()[1]) << 10
         return 0
 
-    comm, nbytes = MPI.COMM_WORLD, args.sizes[-1]
+    comm, nbytes, mode = MPI.COMM_WORLD, args.sizes[-1], _mode(args)
     model = {"w": ((nbytes // 4,), "f4")}
     comm.Barrier()
     before = resident("VmRSS")
     mine = 0
     with md.ServerGroup(comm, servers=1) as group:
-        client = group.add("m", model, optimizer=md.optim.sgd(0.1))
+        client = group.add("m", model, optimizer=md.optim.sgd(0.1), consistency=mode)
         if client is not None:
             out = {"w": np.zeros(nbytes // 4, "f4")}
             out["w"][:] = 1
@@ -120,8 +127,11 @@ def memory(args) -> None:
     grown = (resident("VmHWM") - before - mine) / nbytes
     every = comm.gather(grown)
     if comm.rank == 0:
-        print(f"{nbytes} B, {comm.size - 1} workers: server {every[-1]:.2f} models, worker's extra "
-              f"{max(every[:-1]):.2f}", flush=True)  # fmt: skip
+        print(
+            f"{nbytes} B {args.mode}, {comm.size - 1} workers: server {every[-1]:.2f} models, "
+            f"worker's extra {max(every[:-1]):.2f}",
+            flush=True,
+        )
 
 
 def job(args) -> None:
@@ -142,7 +152,7 @@ def job(args) -> None:
         grads = {"w": np.full(nbytes // 4, 1e-3, "f4")}
         times, reduces = [], []
         with md.ServerGroup(comm, **roles) as group:
-            client = group.add("m", model, optimizer=md.optim.sgd(0.1))
+            client = group.add("m", model, optimizer=md.optim.sgd(0.1), consistency=_mode(args))
             if client is None:
                 group.serve()
             else:
@@ -194,7 +204,7 @@ def net(args) -> None:
             file = shaped.box.folder / "found.json"
             words = [sys.executable, "-m", "benchmarks.server_wire", "job", "--layouts", layout]
             words += ["--sizes", ",".join(map(str, args.sizes)), "--json", str(file)]
-            words += ["--rounds", str(args.rounds)]
+            words += ["--rounds", str(args.rounds), "--mode", args.mode]
             path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
             streams = {}
             for nbytes in args.sizes:
@@ -206,9 +216,10 @@ def net(args) -> None:
                 tcp = (streams[nbytes] + shaped.stream(_busiest(layout, nbytes))) / 2
                 ours, reduced = found[str(nbytes)]
                 print(
-                    f"{layout} {nbytes / _MIB:g} MiB {args.rate}: push_pull {1e3 * ours:.0f} ms, "
-                    f"TCP {1e3 * tcp:.0f} ms, ratio {ours / tcp:.2f}; allreduce of {workers} "
-                    f"{1e3 * reduced:.0f} ms, faster by {reduced / ours:.2f}; load {_load()}",
+                    f"{layout} {nbytes / _MIB:g} MiB {args.rate} {args.mode}: push_pull "
+                    f"{1e3 * ours:.0f} ms, TCP {1e3 * tcp:.0f} ms, ratio {ours / tcp:.2f}; "
+                    f"allreduce of {workers} {1e3 * reduced:.0f} ms, faster by "
+                    f"{reduced / ours:.2f}; load {_load()}",
                     flush=True,
                 )
 
@@ -218,7 +229,7 @@ def main() -> None:
     parser.add_argument("case", choices=("node", "memory", "job", "net"))
     parser.add_argument("--sizes", type=lambda s: [int(n) for n in s.split(",")])
     parser.add_argument("--layouts", type=lambda s: s.split(","), default=["4+4", "2+2"])
-    parser.add_argument("--mode", choices=("bsp", "asp"), default="bsp")
+    parser.add_argument("--mode", choices=("bsp", "asp", "ssp", "backup"), default="bsp")
     parser.add_argument("--rate", default="200mbit")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json")

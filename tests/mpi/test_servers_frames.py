@@ -63,7 +63,9 @@ def test_frames(comm, monkeypatch, placement, way):
     pushes = [names for names in sends if names[0] == "client.push"]
     answers = [names for names in sends if names[-2] == "server.poll"]
     if comm.rank < 2:
-        assert pushes == [("client.push", "client_requests.post", "link.send")]
+        assert pushes == [
+            ("client.push", "client_requests.push", "client_requests.post", "link.send")
+        ]
     if comm.rank == 2:
         longest = max(answers, key=len)
         above = {

@@ -91,14 +91,12 @@ def trained(comm, limit, seed, samples, optimizer, servers, placement="dedicated
             steps_of(client, seed, samples)
         else:
             group.serve()
-        if client is not None and placement == "colocated":
-            group.barrier()
-        if group.is_server:
-            held = group.shards("m")
-            arrays = [*held["parameters"], *(t for s in held["optimizer"].values() for t in s)]
-            found["arrays"] = [(name, start, array.tobytes()) for name, start, array in arrays]
-            found["scalars"] = {name: leaf.tolist() for name, leaf in held["scalars"].items()}
-            found["version"] = held["version"]
+    if group.is_server:
+        held = group.hosted("m")[1].shard.export()
+        arrays = [*held["parameters"], *(t for s in held["optimizer"].values() for t in s)]
+        found["arrays"] = [(name, start, array.tobytes()) for name, start, array in arrays]
+        found["scalars"] = {name: leaf.tolist() for name, leaf in held["scalars"].items()}
+        found["version"] = held["version"]
     return found
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from mpidist import optim
 from mpidist.servers.layout.placement import place_tensors
+from mpidist.servers.layout.routing import WholeShard
 from mpidist.servers.shards import updates_in_pieces
 from mpidist.servers.wire import wire_pieces
 from mpidist.servers.wire.client_stream import can_share
@@ -14,8 +15,12 @@ from mpidist.servers.wire.trial_update import has_the_same_bits
 from mpidist.servers.wire.wire_pieces import WINDOW, allowed, cut_shard, piece_limit
 
 
+def memory_place(view, memory):
+    return view.__array_interface__["data"][0] - memory.__array_interface__["data"][0]
+
+
 @pytest.mark.parametrize("servers", [1, 2, 3, 7])
-@pytest.mark.parametrize("limit", [1, 64, 100, 4096, 1 << 20])
+@pytest.mark.parametrize("limit", [1, 8, 64, 100, 4096, 1 << 20])
 def test_each_element_is_in_one_piece(servers, limit):
     """All that a server holds, in order and once; a piece is as long as its spans."""
     specs = {
@@ -29,7 +34,12 @@ def test_each_element_is_in_one_piece(servers, limit):
     layout = place_tensors(specs, servers)
     for server in range(servers):
         pieces = cut_shard(layout, server, limit)
-        covered = {tensor: start for tensor, start, _ in layout.pieces[server]}
+        starts = {tensor: start for tensor, start, _ in layout.pieces[server]}
+        covered, shard = dict(starts), WholeShard(layout, server)
+        memory = np.zeros(shard.nbytes, np.uint8)
+        offsets = {
+            part.piece.tensor: memory_place(view, memory) for part, view in shard.views(memory, 0)
+        }
         for piece in pieces:
             end = 0
             for tensor, start, stop, at in piece.spans:
@@ -39,7 +49,11 @@ def test_each_element_is_in_one_piece(servers, limit):
                 assert at % 8 == 0
                 end = at + (stop - start) * layout.tensors[tensor].dtype.itemsize
             assert piece.nbytes == end
-            assert end <= limit or (len(piece.spans) == 1 and stop - start == 1)
+            assert end <= max(8, limit)
+            # The same bytes lie there in a whole message.
+            for tensor, start, _, at in piece.spans:
+                first = offsets[tensor] - layout.tensors[tensor].dtype.itemsize * starts[tensor]
+                assert piece.start + at == first + start * layout.tensors[tensor].dtype.itemsize
         for tensor, _, stop in layout.pieces[server]:
             assert covered[tensor] == stop
 

@@ -130,7 +130,7 @@ def _finish_sending(link, models: Sequence[Hosted]) -> None:
 
     def is_done() -> bool:
         for model in models:
-            model.due.send_more()
+            model.due.pulls.send_more()
         return link.reap() and not any(model.due.pending for model in models)
 
     link.wait(is_done, peers="all")

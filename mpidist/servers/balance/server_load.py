@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ..layout.routing import ShardPart, WholeShard
-from ..protocol import PIECES, PULL, PUSH, Header
+from ..protocol import STREAM, PULL, PUSH, Header
 
 
 @dataclass
@@ -40,8 +40,8 @@ class ServerLoad:
         pulled: Sequence[ShardPart],
     ) -> None:
         """Count a request, with the parts that it lists; pieces follow in messages of their own."""
-        self.bytes_in += header.total + whole.nbytes * (header.push_words == PIECES)
-        self.bytes_out += whole.nbytes * (header.pull_words == PIECES)
+        self.bytes_in += header.total + whole.nbytes * (header.push_words == STREAM)
+        self.bytes_out += whole.nbytes * (header.pull_words == STREAM)
         self.pushes += bool(header.flags & PUSH)
         self.pulls += bool(header.flags & PULL)
         if pushed is not whole.parts or pulled is not whole.parts:

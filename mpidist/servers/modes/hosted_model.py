@@ -44,7 +44,7 @@ class Pull(NamedTuple):
     since: int  # when the pull arrived, in monotonic nanoseconds
     queue: int
     operation: list
-    pieces: bool = False  # whether all parameters are sent in pieces, after a header
+    pieces: int = 0  # PIECES or STREAM: all parameters follow the header, or the worker copies them
     box: Any = None  # the `MailBox` of the worker, if the answer is written there
 
 

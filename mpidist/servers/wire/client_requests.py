@@ -16,7 +16,7 @@ worker asks more servers in four cases:
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,13 +33,15 @@ from ..protocol import (
     PIECES,
     PULL,
     PUSH,
+    STREAM,
     TO_SERVER,
     TO_WORKER,
     Header,
     selection_words,
 )
-from .client_stream import ClientStream, is_here, whole_push
-from .node_share import NodeShare
+from .client_answer import ServerAnswer, ServerCall, whole_push
+from .client_stream import ClientStream, send_copies
+from .node_share import NodePair, NodeShare
 from .node_stream import NodeClientStream
 from .wire_pieces import WirePiece
 
@@ -48,6 +50,9 @@ from .wire_pieces import WirePiece
 SILENT, LATE = 16, 0.25
 
 _NOTHING = np.empty(0, np.int64)
+
+#: A server, what it has of the wanted parts, and the array that lists them.
+Route = tuple[int, list[routing.ShardPart], np.ndarray | None]
 
 
 class ClientRequests:
@@ -68,6 +73,8 @@ class ClientRequests:
         The consistency mode of each clock.
     share : NodeShare or None
         The memory that this rank shares with servers of its host.
+    first : int
+        The number of the server that this worker asks first.
 
     Attributes
     ----------
@@ -93,8 +100,9 @@ class ClientRequests:
         pieces: Sequence[list[WirePiece]],
         modes: Any,
         share: NodeShare | None = None,
+        first: int = 0,
     ):
-        self.share = share
+        self.share, self.first = share, first
         self.link, self.servers, self.model = link, servers, model
         self.layout, self._names, self._pieces = names.layout, names, pieces
         self.whole = [routing.WholeShard(self.layout, k) for k in range(len(servers))]
@@ -137,8 +145,8 @@ class ClientRequests:
     ) -> list:
         """Send one message with flags, the data to push, and a list of the parts to pull.
 
-        `pull` is None for all that the server holds. `pushes` or `pull` are PIECES if the data
-        travel in pieces of their own. The message belongs to the clock `ahead` of this one.
+        `pull` is None for all that the server holds. `pushes` or `pull` are PIECES or STREAM if the
+        data travel in pieces of their own. The message belongs to the clock `ahead` of this one.
 
         Returns the record of this message in `Link.trail` (the requests sent and served); the
         record is marked as open (unfinished) if the message asks for an answer.
@@ -149,8 +157,8 @@ class ClientRequests:
         )
         parts: list[routing.ShardPart] = []
         push: Any = _NOTHING
-        if pushes is PIECES:
-            push = PIECES
+        if isinstance(pushes, int):
+            push = pushes
         elif pushes is not None:
             parts, push = self._route(server, {name: rows for name, (rows, _) in pushes.items()})
         words = [w for w in (push, pull) if isinstance(w, np.ndarray) and w.size]
@@ -213,6 +221,17 @@ class ClientRequests:
         for server in servers if flags & CLOCK else ():
             self.post(server, flags & ~PULL, pushes=pushes, samples=samples)
 
+    def push(self, pushes: Mapping, samples: int | None) -> None:
+        """Send a push alone to all servers; later changes of the gradients have no effect on it."""
+        gradients = whole_push(self.layout, pushes, {}) if self._has_pieces else None
+        for server, pieces in enumerate(self._pieces):
+            if gradients is None or not pieces:
+                self.post(server, PUSH, pushes=pushes, samples=samples)
+                continue
+            self.post(server, PUSH, pushes=PIECES, samples=samples)
+            send_copies(self.link, self.servers[server], self.whole[server], pieces, gradients)
+        self.pushed = self.clock
+
     def ask(
         self, flags: int, wanted: dict, results: dict, pushes=None, samples=None, known=()
     ) -> tuple[list[Header], float]:
@@ -222,71 +241,89 @@ class ClientRequests:
         seconds waited.
         """
         flat, finish = self._names.targets(wanted, results)
+        gradients = whole_push(self.layout, pushes, flat) if self._has_pieces else None
+        out = flat if routing.has_all(self.layout, wanted) else None
+        call = ServerCall(flags, wanted, flat, pushes, samples, known, gradients, out)
         self.pushed = self.clock if flags & PUSH else self.pushed
-        entering = flags & CLOCK or self.entered < self.clock
-        expected: dict[int, tuple] = {}
-        quiet: list[int] = []  # servers that are not asked
-        routes = [self._route(server, wanted) for server in range(len(self.servers))]
-        asks_all = self._modes.asks_all(self.clock + bool(flags & CLOCK))
-        may_skip = entering and not asks_all and any(parts for parts, _ in routes)
-        in_pieces = self.streams(self.clock) and routing.has_all(self.layout, wanted)
-        gradients = whole_push(self.layout, pushes, flat) if in_pieces and flags & PUSH else None
-        for server, rank in enumerate(self.servers):
-            if in_pieces and (pieces := self._pieces[server]):
-                incoming = self.link.receive(rank, TO_WORKER, HEADER_BYTES)
-                push = pushes if gradients is None else PIECES
-                operation = self.post(server, flags, pushes=push, samples=samples, pull=PIECES)
-                stream: Any
-                if self.share is not None and (pair := self.share.pair(self.link.comm.rank, rank)):
-                    stream = NodeClientStream(self.link, self.layout, pieces, pair, flat, gradients)
-                else:
-                    stream = ClientStream(self.link, rank, self.layout, pieces, flat, gradients)
-                expected[server] = [], incoming, operation, stream
-                continue
-            parts, words = routes[server]
-            if not (parts or entering):
-                continue
-            self.silent[server] += 1
-            if may_skip and not parts and self.silent[server] < SILENT:
-                quiet.append(server)
-                if flags & CLOCK:
-                    self.post(server, flags & ~PULL, pushes=pushes, samples=samples)
-                continue
-            self.silent[server] = 0
-            total = HEADER_BYTES + routing.data_bytes(self.layout, parts)
-            # The receive of the answer is posted before the request is sent, so that MPI need not
-            # buffer the answer.
-            incoming = self.link.receive(rank, TO_WORKER, total)
-            if server in known:
-                operation = self.post(server, flags & ~PUSH, pull=words)
-            else:
-                operation = self.post(server, flags, pushes=pushes, samples=samples, pull=words)
-            expected[server] = parts, incoming, operation, None
+        waiting, quiet = self._choose(call)
+        answers: dict[int, ServerAnswer] = {}
         headers: list[Header] = []
         late = time.monotonic() + LATE
 
         def all_here() -> bool:
             if quiet and time.monotonic() > late:
                 for server in quiet:
-                    rank = self.servers[server]
-                    incoming = self.link.receive(rank, TO_WORKER, HEADER_BYTES)
-                    operation = self.post(server, PULL, ahead=bool(flags & CLOCK))
-                    expected[server] = [], incoming, operation, None
+                    answers[server] = self._look_in(server, bool(flags & CLOCK))
                 quiet.clear()
-            for server in [s for s, one in expected.items() if is_here(*one)]:
-                parts, incoming, operation, _ = expected.pop(server)
-                operation[OPEN] = False
-                headers.append(header := incoming.header)
-                for part, view in routing.views(self.layout, parts, incoming.buffer, HEADER_BYTES):
-                    name = self.layout.tensors[part.piece.tensor].name
-                    values, here = routing.part_of(self.layout, part, wanted[name], flat[name])
-                    values[here] = view.reshape(-1, *values.shape[1:])
-                self.link.received(header.total)
-                self.link.pool.give(incoming.buffer)
+            for server in [server for server, answer in answers.items() if answer.test()]:
+                answer = answers.pop(server)
+                answer.operation[OPEN] = False
+                headers.append(header := answer.unpack(self.link, self.layout, wanted, flat))
                 self.versions[server] = header.version
                 self.queue[header.queue] += 1
-            return not expected
+            while waiting and all(answer.handed for answer in answers.values()):
+                server, parts, words = waiting.popleft()
+                answers[server] = self._request(server, call, parts, words)
+            return not (answers or waiting)
 
-        waited = self.link.wait(all_here, lambda: [self.servers[s] for s in expected])
+        waited = self.link.wait(all_here, lambda: [self.servers[s] for s in answers])
         finish()
         return headers, waited
+
+    def _choose(self, call: ServerCall) -> tuple[deque[Route], list[int]]:
+        """Return the servers to ask, in turn, and those that need not answer now; tell these."""
+        flags, quiet = call.flags, []
+        entering = bool(flags & CLOCK) or self.entered < self.clock
+        waiting, number = deque[Route](), len(self.servers)
+        routes = [self._route(server, call.wanted) for server in range(number)]
+        asks_all = self._modes.asks_all(self.clock + bool(flags & CLOCK))
+        may_skip = entering and not asks_all and any(parts for parts, _ in routes)
+        for server in (*range(self.first, number), *range(self.first)):
+            if not (routes[server][0] or entering):
+                continue
+            self.silent[server] += 1
+            if may_skip and not routes[server][0] and self.silent[server] < SILENT:
+                quiet.append(server)
+                if flags & CLOCK:
+                    self.post(server, flags & ~PULL, pushes=call.pushes, samples=call.samples)
+                continue
+            self.silent[server] = 0
+            waiting.append((server, *routes[server]))
+        return waiting, quiet
+
+    def _request(self, server: int, call: ServerCall, parts: Sequence, pull: Any) -> ServerAnswer:
+        """Send the request of a call to one server, and begin to receive the answer."""
+        link, rank, pieces = self.link, self.servers[server], self._pieces[server]
+        flags = call.flags_of(server)
+        push: Any = call.pushes if flags & PUSH else None
+        gradients = call.gradients if push is not None and pieces else None
+        out = call.out if pieces else None
+        streams = self.streams(self.clock) and out is not None
+        in_step = streams and gradients is not None
+        pair = self._pair(rank) if in_step or (streams and push is None) else None
+        if gradients is not None:
+            push = STREAM if in_step else PIECES
+        if out is not None:
+            parts, pull = [], STREAM if in_step or pair is not None else PIECES
+        # The receive of the answer is posted before the request is sent, so that MPI need not
+        # buffer the answer.
+        incoming = link.receive(
+            rank, TO_WORKER, HEADER_BYTES + routing.data_bytes(self.layout, parts)
+        )
+        operation = self.post(server, flags, pushes=push, samples=call.samples, pull=pull)
+        if gradients is None and out is None:
+            return ServerAnswer(incoming, operation, parts)
+        if pair is not None and out is not None:
+            shared = NodeClientStream(link, self.layout, pieces, pair, out, gradients)
+            return ServerAnswer(incoming, operation, parts, shared)
+        stream = ClientStream(link, rank, self.layout, pieces, gradients, out, in_step)
+        return ServerAnswer(incoming, operation, parts, stream)
+
+    def _pair(self, rank: int) -> NodePair | None:
+        """Return the memory that this worker shares with a server, or None."""
+        return None if self.share is None else self.share.pair(self.link.comm.rank, rank)
+
+    def _look_in(self, server: int, ahead: bool) -> ServerAnswer:
+        """Send an empty pull to a server, which then knows that this worker waits."""
+        incoming = self.link.receive(self.servers[server], TO_WORKER, HEADER_BYTES)
+        return ServerAnswer(incoming, self.post(server, PULL, ahead=ahead))

@@ -1,32 +1,29 @@
-"""A worker's side of a push_pull in pieces: from the gradients and into the arrays `out`.
+"""A worker's side of pushes and answers in pieces: from the gradients and into the arrays `out`.
 
 ::
 
-    gradients   | 0 | 1 | 2 | 3 | 4 | ...     piece 4 is sent when answer 0 is here
-    out         | 0 |                         answers come in the order of the pieces
+    gradients   | 0 | 1 | 2 | 3 | 4 | ...     piece 4 is sent when answer 0 is here, or, where the
+    out         | 0 |                         server takes the whole push, when piece 0 is sent;
+                                              answers come in the order of the pieces
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
-from ...runtime.elastic_requests import test_one
 from ..layout.placement import ServerLayout
-from ..layout.routing import has_all
+from ..layout.routing import WholeShard
 from ..link import Link
-from ..protocol import PIECE_DOWN, PIECE_UP, Incoming, check_piece
-from .node_stream import NodeClientStream
+from ..protocol import PIECE_DOWN, PIECE_UP
+from .piece_transfers import PieceReceives, PieceSends
 from .wire_pieces import WirePiece, allowed
 
 
 class ClientStream:
-    """The pieces of one push_pull between this worker and one server.
+    """The pieces of one call of a worker between this worker and one server.
 
     Parameters
     ----------
@@ -36,10 +33,12 @@ class ClientStream:
     layout : ServerLayout
     pieces : sequence of WirePiece
         What the server holds, see `cut_shard`.
-    out, gradients : mapping of str to ndarray
+    gradients, out : mapping of str to ndarray, optional
         One-dimensional contiguous arrays of the dtypes of the tensors, by name. MPI uses them until
-        `progress` has returned true. Without `gradients`, the stream only receives. Where both
-        share memory, see `can_share`.
+        `progress` has returned true. Without `gradients` the stream only receives, and without
+        `out` it only sends. Where both share memory, see `can_share`.
+    in_step : bool
+        Whether the server answers each piece at once.
     """
 
     def __init__(
@@ -48,66 +47,58 @@ class ClientStream:
         rank: int,
         layout: ServerLayout,
         pieces: Sequence[WirePiece],
-        out: Mapping[str, np.ndarray],
-        gradients: Mapping[str, np.ndarray] | None = None,
+        gradients: Mapping[str, np.ndarray] | None,
+        out: Mapping[str, np.ndarray] | None,
+        in_step: bool,
     ):
-        self._link, self._rank, self._layout, self._pieces = link, rank, layout, pieces
-        self._gradients = None
-        if gradients is not None:
-            self._gradients = {name: array.view(np.uint8) for name, array in gradients.items()}
-        self._out = {name: array.view(np.uint8) for name, array in out.items()}
-        self._begun = self._answered = 0
-        # Each request with the memory that goes back to the pool, if its piece has many spans.
-        self._sends: deque[tuple[MPI.Request, np.ndarray | None]] = deque()
-        self._answers: deque[tuple[MPI.Request, np.ndarray]] = deque()
-        self._status = MPI.Status()
-        # After an exception the link keeps all this, because MPI may still use the memory.
-        link.receiving.add(self)
-        nbytes = sum(piece.nbytes for piece in pieces)
-        pushes = gradients is not None
-        link.count_pieces(pushes * len(pieces), pushes * nbytes, len(pieces), nbytes)
+        self._link, self._ranks, self._layout, self._pieces = link, [rank], layout, pieces
+        self._gradients, self._out, self._in_step = _raw(gradients), _raw(out), in_step
+        self._sends = PieceSends(link, PIECE_UP)
+        self._answers = PieceReceives(link, rank, PIECE_DOWN, pieces if out else (), self._target)
+        self._begun, self._all = 0, len(pieces) if gradients else 0
+        nbytes, sent, received = sum(p.nbytes for p in pieces), bool(gradients), bool(out)
+        link.count_pieces(
+            sent * len(pieces), sent * nbytes, received * len(pieces), received * nbytes
+        )
         self._post()
 
+    @property
+    def handed(self) -> bool:
+        """Whether the next server may be asked: MPI has all pieces of a whole push."""
+        return self._in_step or self._begun == self._all
+
     def progress(self) -> bool:
-        """Receive answers, and send the pieces that they allow; return whether all is done."""
-        answers, sends, status = self._answers, self._sends, self._status
-        before = self._answered
-        while answers and test_one(answers[0][0], status):
-            piece, (_, answer) = self._pieces[self._answered], answers.popleft()
-            check_piece(status.Get_count(MPI.BYTE), piece.nbytes, self._rank)
+        """Receive answers, and send the pieces that are allowed; return whether all is done."""
+        for number, answer in self._answers.take():
+            piece = self._pieces[number]
             if len(piece.spans) > 1:
                 for raw, place in self._places(self._out, piece):
                     raw[...] = answer[place]
                 self._link.pool.give(answer)
-            self._answered += 1
-        if self._answered > before:
-            self._link.moved = True
-            self._post()
-        while sends and test_one(sends[0][0], status):
-            packed = sends.popleft()[1]
-            if packed is not None:
-                self._link.pool.give(packed)
-        if answers or sends or self._begun < len(self._pieces):
-            return False
-        self._link.receiving.discard(self)
-        return True
+        sent = self._sends.reap()
+        self._post()
+        return sent and self.handed and self._answers.done
 
     def _post(self) -> None:
-        link, rank = self._link, self._rank
-        for number in allowed(len(self._pieces), self._begun, self._answered):
+        """Post receives of answers, and send pieces."""
+        # The answer's receive comes first, so that MPI need not buffer the answer. A whole push is
+        # answered only when it has been sent, and until then an answer would share its memory.
+        sends, begun = self._sends, self._begun
+        if self._in_step or (self.handed and not sends):
+            self._answers.post(self._answers.here)
+        done = self._answers.here if self._in_step else begun - len(sends)
+        for number in allowed(self._all, begun, done):
             piece = self._pieces[number]
-            answer = self._memory(self._out, piece)
-            # The answer's receive comes first, so that MPI need not buffer the answer.
-            request = link.comm.Irecv([answer, MPI.BYTE], rank, link.tag + PIECE_DOWN)
-            self._answers.append((request, answer))
-            if self._gradients is not None:
-                push = self._memory(self._gradients, piece)
-                if len(piece.spans) > 1:
-                    for raw, place in self._places(self._gradients, piece):
-                        push[place] = raw
-                request = link.comm.Isend([push, MPI.BYTE], rank, link.tag + PIECE_UP)
-                self._sends.append((request, push if len(piece.spans) > 1 else None))
+            memory = self._memory(self._gradients, piece)
+            if len(piece.spans) > 1:
+                for raw, place in self._places(self._gradients, piece):
+                    memory[place] = raw
+            sends.send(memory, self._ranks, len(piece.spans) > 1)
+            self._link.moved = True
             self._begun = number + 1
+
+    def _target(self, number: int) -> np.ndarray:
+        return self._memory(self._out, self._pieces[number])
 
     def _memory(self, arrays: Mapping[str, np.ndarray], piece: WirePiece) -> np.ndarray:
         """Return the bytes of a piece in `arrays`, or memory for a piece with several spans."""
@@ -125,28 +116,16 @@ class ClientStream:
             yield raw, slice(at, at + raw.size)
 
 
-def is_here(parts, incoming: Incoming, operation, stream: Any) -> bool:
-    """Whether an answer has arrived, and its pieces if it has some."""
-    if isinstance(stream, NodeClientStream):
-        return stream.is_here(incoming)
-    return (stream is None or stream.progress()) and incoming.test()
-
-
-def whole_push(layout: ServerLayout, pushes: Mapping, out: Mapping) -> dict[str, np.ndarray] | None:
-    """Return the gradients to push in pieces, or None if this push is a whole message."""
-    if not has_all(layout, {name: rows for name, (rows, _) in pushes.items()}):
-        return None
-    # A flat gradient may have gaps between its elements, and MPI sends bytes that have none.
-    gradients = {name: np.ascontiguousarray(flat) for name, (_, flat) in pushes.items()}
-    return gradients if can_share(gradients, out) else None
+def _raw(arrays: Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray]:
+    return {} if arrays is None else {name: array.view(np.uint8) for name, array in arrays.items()}
 
 
 def can_share(gradients: Mapping[str, np.ndarray], out: Mapping[str, np.ndarray]) -> bool:
     """Whether answers may be written to `out` while `gradients` are still being sent.
 
-    An answer overwrites only the gradients of its own piece, which the server has received already.
-    So one array may have both the gradient and the new values of a tensor, unless it is also the
-    gradient of another tensor.
+    An answer overwrites only the gradients of its own piece, or of its own server, which the server
+    has received already. So one array may have both the gradient and the new values of a tensor,
+    unless it is also the gradient of another tensor.
     """
     users: dict[tuple[int, int], list[tuple[int, str]]] = {}
     for side, arrays in enumerate((gradients, out)):
@@ -157,3 +136,21 @@ def can_share(gradients: Mapping[str, np.ndarray], out: Mapping[str, np.ndarray]
     if any(start < stop for (_, stop), (start, _) in pairwise(sorted(users))):
         return False
     return all(1 in map(len, map(set, zip(*each, strict=True))) for each in users.values())
+
+
+def send_copies(
+    link: Link,
+    rank: int,
+    shard: WholeShard,
+    pieces: Sequence[WirePiece],
+    gradients: Mapping[str, np.ndarray],
+) -> None:
+    """Send copies of the pieces of a push, all at once; the caller does not wait for anything.
+
+    The server limits how many of them are on the way, by its receives.
+    """
+    buffer = link.pool.take(shard.nbytes)
+    for part, view in shard.views(buffer, 0):
+        tensor, start, stop = part.piece
+        view[...] = gradients[shard.layout.tensors[tensor].name][start:stop]
+    link.send(buffer, shard.nbytes, rank, PIECE_UP, [(p.start, p.stop) for p in pieces])

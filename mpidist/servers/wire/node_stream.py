@@ -38,15 +38,14 @@ class NodePushStream(PushStream):
     by_messages = False
 
     def __init__(self, source: int, pair: NodePair):
-        self.source, self.here = source, 0
+        self.source = source
         self._slots, self._rung, self._answered = pair.slots, pair.rung, pair.answered
         # The worker may have put pieces into the ring already.
         self._base = self._answered[UPDATED]
 
-    def progress(self) -> bool:
-        """Return whether a piece has arrived since the last call."""
-        before, self.here = self.here, self._rung[PUSHED] - self._base
-        return self.here > before
+    def here(self) -> int:
+        """Return how many pieces have arrived."""
+        return self._rung[PUSHED] - self._base
 
     def piece(self, number: int) -> np.ndarray:
         """Return the memory of a piece that has arrived; it is valid until `use` releases it."""
@@ -99,6 +98,8 @@ class NodeClientStream:
         if gradients is not None:
             count_shared(link, nbytes)
             self._fill(0)
+
+    handed = True  # the next server may be asked
 
     def is_here(self, incoming: Incoming) -> bool:
         """Put more pieces into the ring, and copy answers; return whether all is done."""

@@ -12,35 +12,31 @@ server needs memory for `WINDOW` pieces per worker.
 
 A `PushStream` receives the pieces of one worker. A `StreamedUpdate` is one update of a model from
 pushes of which at least one comes in pieces; the others may be whole messages. The result has the
-same bits as with whole messages only. A `PullStream` sends the answer to a pull.
+same bits as with whole messages only.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 
 from ...arrays import work_dtype
-from ...runtime.elastic_requests import test_one
 from ..link import Link
-from ..protocol import PIECE_DOWN, PIECE_UP, check_piece
+from ..protocol import PIECE_UP
 from ..shards import Parts, ServerShard, scale
+from .piece_transfers import PieceReceives, PieceSends
 from .wire_pieces import WirePiece, allowed, cut_shard
 
 
 class PushStream:
-    """The pieces of one push, as they arrive from the rank `source`.
+    """The pieces of one push, as they arrive from the rank `source`; each is answered at once.
 
     Attributes
     ----------
     source : int
-    here : int
-        How many pieces have arrived.
     by_messages : bool
         Whether the worker gets the answer in messages.
     """
@@ -48,81 +44,28 @@ class PushStream:
     by_messages = True
 
     def __init__(self, link: Link, source: int, pieces: Sequence[WirePiece]):
-        self.source, self.here = source, 0
-        self._link, self._pieces = link, pieces
-        self._begun = self._used = 0
+        self.source, self._link, self._pieces, self._used = source, link, pieces, 0
         largest = max(piece.nbytes for piece in pieces)
         self._slots = [link.pool.take(largest) for _ in allowed(len(pieces), 0, 0)]
-        self._requests: deque[MPI.Request] = deque()
-        self._status = MPI.Status()
-        link.receiving.add(self)
-        self._post()
+        self._receives = PieceReceives(link, source, PIECE_UP, pieces, self.piece)
+        self._receives.post(0)
 
-    def progress(self) -> bool:
-        """Return whether a piece has arrived since the last call."""
-        before, requests = self.here, self._requests
-        while requests and test_one(requests[0], self._status):
-            got = self._status.Get_count(MPI.BYTE)
-            check_piece(got, self._pieces[self.here].nbytes, self.source)
-            requests.popleft()
-            self.here += 1
-        return self.here > before
+    def here(self) -> int:
+        """Return how many pieces have arrived."""
+        self._receives.take()
+        return self._receives.here
 
     def piece(self, number: int) -> np.ndarray:
         """Return the memory of a piece that has arrived; it is valid until `use` releases it."""
-        return self._slots[number % len(self._slots)]
+        return self._slots[number % len(self._slots)][: self._pieces[number].nbytes]
 
     def use(self) -> None:
         """Release the memory of the oldest piece, so that it can receive a later piece."""
         self._used += 1
-        self._post()
+        self._receives.post(self._used)
         if self._used == len(self._pieces):
-            self._link.receiving.discard(self)
             for slot in self._slots:
                 self._link.pool.give(slot)
-
-    def _post(self) -> None:
-        link = self._link
-        for number in allowed(len(self._pieces), self._begun, self._used):
-            memory = self.piece(number)[: self._pieces[number].nbytes]
-            tag = link.tag + PIECE_UP
-            self._requests.append(link.comm.Irecv([memory, MPI.BYTE], self.source, tag))
-            self._begun = number + 1
-
-
-class AnswerSends:
-    """The answers that MPI sends directly from the memory of a model's parameters.
-
-    The parameters must not change before `reap` returns true. The wait is short: the workers have
-    received these answers before they push again.
-    """
-
-    def __init__(self, link: Link):
-        self.link = link
-        self._sends: deque[tuple[MPI.Request, np.ndarray | None]] = deque()
-        self._status = MPI.Status()
-
-    def __len__(self) -> int:
-        return len(self._sends)
-
-    def send(self, memory: np.ndarray, ranks: Sequence[int], pooled: bool = False) -> None:
-        """Begin to send bytes to ranks; `pooled` memory then goes back to the pool."""
-        link = self.link
-        link.receiving.add(self)
-        for k, rank in enumerate(ranks, 1):
-            request = link.comm.Isend([memory, MPI.BYTE], rank, link.tag + PIECE_DOWN)
-            self._sends.append((request, memory if pooled and k == len(ranks) else None))
-
-    def reap(self) -> bool:
-        """Return whether all answers have been sent."""
-        sends = self._sends
-        while sends and test_one(sends[0][0], self._status):
-            memory = sends.popleft()[1]
-            if memory is not None:
-                self.link.pool.give(memory)
-        if not sends:
-            self.link.receiving.discard(self)
-        return not sends
 
 
 class PieceViews(NamedTuple):
@@ -203,7 +146,7 @@ class ShardPieces:
             found = self._views[number] = self._make(self.pieces[number])
         return found
 
-    def answer(self, number: int, ranks: Sequence[int], sends: AnswerSends) -> None:
+    def answer(self, number: int, ranks: Sequence[int], sends: PieceSends) -> None:
         """Send one piece of the parameters to ranks."""
         piece, parameters, _, _, memory = self.views(number)
         if memory is not None:
@@ -244,36 +187,14 @@ class ShardPieces:
         return PieceViews(piece, parameters, state, places, memory)
 
 
-class PullStream:
-    """The answer to one pull in pieces, of which at most `WINDOW` are on the way.
-
-    No update is made before the worker has all pieces, so all pieces have the same version.
-    """
-
-    def __init__(self, link: Link, rank: int, pieces: ShardPieces):
-        pieces.begin()
-        self._pieces, self._ranks, self._next = pieces, [rank], 0
-        self._sends = AnswerSends(link)
-        link.count_pieces(len(pieces.pieces), sum(piece.nbytes for piece in pieces.pieces), 0, 0)
-
-    def progress(self) -> bool:
-        """Send what may be sent; return whether all has been sent."""
-        self._sends.reap()
-        first = self._next
-        for number in allowed(len(self._pieces.pieces), first, first - len(self._sends)):
-            self._pieces.answer(number, self._ranks, self._sends)
-            self._next = number + 1
-        if self._next > first:
-            self._sends.link.moved = True
-        return not len(self._sends)
-
-
 class StreamedUpdate:
     """One update of a shard, piece by piece, and the answers to the workers that push in pieces.
 
     Parameters
     ----------
-    sends : AnswerSends
+    sends : PieceSends
+        They read from the memory of the parameters, which must not change before all are sent. The
+        wait is short: the workers have received these answers before they push again.
     shard : ServerShard
     pieces : ShardPieces
     pushes : sequence of (share, PushStream or parts)
@@ -287,7 +208,7 @@ class StreamedUpdate:
 
     def __init__(
         self,
-        sends: AnswerSends,
+        sends: PieceSends,
         shard: ServerShard,
         pieces: ShardPieces,
         pushes: Sequence[tuple[float, PushStream | Parts]],
@@ -315,15 +236,10 @@ class StreamedUpdate:
 
     def progress(self) -> bool:
         """Update and answer arrived pieces; return whether all pieces are answered."""
-        first = self._next
-        for stream in self._streams:
-            stream.progress()
-        while self._next < self._number and all(
-            stream.here > self._next for stream in self._streams
-        ):
+        here = min((stream.here() for stream in self._streams), default=self._number)
+        while self._next < min(here, self._number):
             self._answer(self._next)
             self._next += 1
-        if self._next > first:
             self._sends.link.moved = True
         if self._next < self._number:
             return False

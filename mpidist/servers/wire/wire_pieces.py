@@ -6,15 +6,23 @@
     pieces               | a 128 | a 128 | a 44  | b and c             | d 128 | d 72 |
 
 A piece is at most `PIECE_BYTES` long, and longer within a node. A long tensor has pieces of its
-own, which are sent from where they lie; short tensors share a piece. Worker and server cut the same
-layout, so no message needs to name the parts of a piece.
+own, which are sent from where they lie; short tensors share a piece. Each piece is a range of bytes
+of the data of a whole message (see `routing.WholeShard`), so pieces may also be received into one.
+Worker and server cut the same layout, so no message needs to name the parts of a piece.
 
-Piece k + `WINDOW` of a push is sent only when piece k is answered. Without this limit pieces would
-not save time: the answers, or MPI's own control messages for them, would queue behind pushes that
-MPI has already accepted. The server posts the receives of `WINDOW` pieces of each worker ahead, and
-uses the memory of piece k again for piece k + `WINDOW`. A deadlock is impossible: the lowest piece
-that is not answered is always being sent, and its answer waits only for the same piece of the other
-workers.
+Where a server updates and answers each piece at once, piece k + `WINDOW` of a push is sent only
+when piece k is answered. Without this limit pieces would not save time: the answers, or MPI's own
+control messages for them, would queue behind pieces that MPI has already accepted. The server posts
+the receives of `WINDOW` pieces of each worker ahead, and uses the memory of piece k again for piece
+k + `WINDOW`. A deadlock is impossible: the lowest piece that is not answered is always being sent,
+and its answer waits only for the same piece of the other workers.
+
+In the other modes, a server takes the whole push before it reports it to the model's gate. Then
+piece k + `WINDOW` is sent when MPI has sent piece k. A worker sends its pushes to one server after
+the other: while it sends to the second server, the first one already answers. Worker number w
+begins with server number w, so that each server always has about as much to receive. A deadlock is
+impossible: a push that has begun to arrive waits only for the worker that sends it, and this worker
+sends nothing else before the push is with MPI.
 
 This module uses no MPI.
 """
@@ -44,10 +52,19 @@ class PieceSpan(NamedTuple):
 
 
 class WirePiece(NamedTuple):
-    """One message: its spans and its length in bytes. A piece with one span is not copied."""
+    """One message: its spans, and bytes ``start:stop`` of the data of a whole message.
+
+    A piece with one span is not copied.
+    """
 
     spans: tuple[PieceSpan, ...]
-    nbytes: int
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """The length in bytes."""
+        return self.stop - self.start
 
 
 def piece_limit(hosts: Collection[str], nbytes: int) -> int:
@@ -58,28 +75,29 @@ def piece_limit(hosts: Collection[str], nbytes: int) -> int:
 
 
 def cut_shard(layout: ServerLayout, server: int, limit: int) -> list[WirePiece]:
-    """Return the pieces of all that `server` holds, of at most `limit` bytes if elements allow."""
+    """Return the pieces of all that `server` holds, of at most `limit` bytes (rounded to 8)."""
+    limit = max(_ALIGN, limit // _ALIGN * _ALIGN)
     found: list[WirePiece] = []
     spans: list[PieceSpan] = []
-    end = 0  # bytes of `spans`, with the gaps between them
+    begin = end = 0  # the piece, in bytes of a whole message; `end` is a multiple of `_ALIGN`
 
     def close() -> None:
-        nonlocal end
+        nonlocal begin
         if spans:
             last = spans[-1]
             size = (last.stop - last.start) * layout.tensors[last.tensor].dtype.itemsize
-            found.append(WirePiece(tuple(spans), last.at + size))
+            found.append(WirePiece(tuple(spans), begin, begin + last.at + size))
         spans.clear()
-        end = 0
+        begin = end
 
     for tensor, start, stop in layout.pieces[server]:
         size = layout.tensors[tensor].dtype.itemsize
-        if (stop - start) * size > limit - end:
+        if (stop - start) * size > limit - (end - begin):
             close()
         while start < stop:
-            take = min(stop - start, max(1, limit // size))
-            spans.append(PieceSpan(tensor, start, start + take, end))
-            end = -(-(end + take * size) // _ALIGN) * _ALIGN
+            take = min(stop - start, limit // size)
+            spans.append(PieceSpan(tensor, start, start + take, end - begin))
+            end += -(-take * size // _ALIGN) * _ALIGN
             start += take
             if start < stop:
                 close()

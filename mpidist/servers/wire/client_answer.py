@@ -1,0 +1,109 @@
+"""What one call of a worker sends and wants, and the answer that it waits for from one server.
+
+An answer is one message, or a header and pieces; a `ServerAnswer` hides the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..layout import routing
+from ..layout.placement import ServerLayout
+from ..link import Link
+from ..protocol import HEADER_BYTES, PUSH, Header, Incoming
+from .client_stream import ClientStream, can_share
+from .node_stream import NodeClientStream
+
+
+class ServerCall(NamedTuple):
+    """One call to all servers.
+
+    Attributes
+    ----------
+    flags : int
+    wanted : mapping
+        Names to rows, or None for all rows.
+    flat : mapping
+        The 1-D arrays that receive what is wanted.
+    pushes : mapping or None
+        Names to (rows, values).
+    samples : int or None
+    known : collection of int
+        Numbers of the servers that have the push already.
+    gradients, out : mapping or None
+        The same arrays as in `pushes` and `flat`, if they may travel in pieces.
+    """
+
+    flags: int
+    wanted: Mapping
+    flat: Mapping
+    pushes: Mapping | None
+    samples: int | None
+    known: Collection[int]
+    gradients: dict[str, np.ndarray] | None
+    out: Mapping | None
+
+    def flags_of(self, server: int) -> int:
+        """Return the flags of the request to a server."""
+        return self.flags & ~PUSH if server in self.known else self.flags
+
+
+def whole_push(layout: ServerLayout, pushes: Mapping | None, out: Mapping) -> dict | None:
+    """Return the gradients to push in pieces, or None if this push is a whole message."""
+    named = {} if pushes is None else {name: rows for name, (rows, _) in pushes.items()}
+    if not routing.has_all(layout, named):
+        return None
+    # A flat gradient may have gaps between its elements, and MPI sends bytes that have none.
+    gradients = {name: np.ascontiguousarray(flat) for name, (_, flat) in (pushes or {}).items()}
+    return gradients if can_share(gradients, out) else None
+
+
+class ServerAnswer:
+    """The answer of one server to one request.
+
+    Parameters
+    ----------
+    incoming : Incoming
+        The message, or the header.
+    operation : list
+        The record of the request in `Link.trail`.
+    parts : sequence of ShardPart
+        What the message has.
+    stream : ClientStream, optional
+        The pieces of the request and of the answer.
+    """
+
+    def __init__(
+        self,
+        incoming: Incoming,
+        operation: list,
+        parts: Sequence[routing.ShardPart] = (),
+        stream: ClientStream | NodeClientStream | None = None,
+    ):
+        self.operation = operation
+        self._incoming, self._parts, self._stream = incoming, parts, stream
+
+    @property
+    def handed(self) -> bool:
+        """Whether MPI has the whole request, and the next server may be asked."""
+        return self._stream is None or self._stream.handed
+
+    def test(self) -> bool:
+        """Whether the request is sent and the answer is here. Makes progress."""
+        if isinstance(self._stream, NodeClientStream):
+            return self._stream.is_here(self._incoming)
+        return (self._stream is None or self._stream.progress()) and self._incoming.test()
+
+    def unpack(self, link: Link, layout: ServerLayout, wanted: Mapping, flat: Any) -> Header:
+        """Copy the data of the message to the arrays `flat`, and return its header."""
+        header, buffer = self._incoming.header, self._incoming.buffer
+        for part, view in routing.views(layout, self._parts, buffer, HEADER_BYTES):
+            name = layout.tensors[part.piece.tensor].name
+            values, here = routing.part_of(layout, part, wanted[name], flat[name])
+            values[here] = view.reshape(-1, *values.shape[1:])
+        link.received(header.total)
+        link.pool.give(buffer)
+        return header

@@ -1,0 +1,103 @@
+"""A push that arrives in pieces and is one whole message when all of them are here.
+
+::
+
+    messages     | header, selections |   | 0 | 1 | 2 | 3 | ...
+    one buffer   | header, selections | 0 | 1 | 2 | 3 |          then handled as any other message
+
+So the rules of a mode, stale-gradient policies, copies and votes see whole pushes only, and a push
+that a death has broken off counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..layout import capacity
+from ..link import Link
+from ..protocol import ALL, PIECE_UP, Incoming
+from .piece_transfers import PieceReceives
+from .wire_pieces import WirePiece
+
+
+class CollectedPush:
+    """A push in pieces that is arriving. It has the attributes and the method of an `Incoming`.
+
+    Parameters
+    ----------
+    link : Link
+    message : Incoming
+        The first message, which has arrived.
+    pieces : sequence of WirePiece
+        All that the server holds.
+    nbytes : int
+        The bytes of the data of a whole message.
+    has_room : callable
+        Whether the server has memory for a number of bytes now. The first piece arrives only then.
+
+    Attributes
+    ----------
+    header : Header
+        The header of a whole message.
+    buffer : ndarray of uint8
+        The whole message once `test` returns true.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        message: Incoming,
+        pieces: Sequence[WirePiece],
+        nbytes: int,
+        has_room: Callable[[int], bool],
+    ):
+        self._link, self._pieces, self._has_room = link, pieces, has_room
+        self.source, self.buffer, self._first = message.source, message.buffer, message.header.total
+        self.header = message.header._replace(push_words=ALL, total=self._first + nbytes)
+        self._receives: PieceReceives | None = None
+
+    @property
+    def arrives(self) -> bool:
+        """Whether the buffer for the whole message is taken."""
+        return self._receives is not None
+
+    def test(self) -> bool:
+        """Whether all pieces have arrived. Makes progress."""
+        if self._receives is None:
+            if not self._has_room(self.header.total):
+                return False
+            message, self.buffer = self.buffer, self._link.pool.take(self.header.total)
+            self.buffer[: self._first] = message[: self._first]
+            self._link.pool.give(message)
+            self._receives = PieceReceives(
+                self._link, self.source, PIECE_UP, self._pieces, self._memory
+            )
+        self._receives.take()
+        self._receives.post(self._receives.here)
+        return self._receives.done
+
+    def _memory(self, number: int) -> np.ndarray:
+        piece = self._pieces[number]
+        return self.buffer[self._first + piece.start : self._first + piece.stop]
+
+
+class Arrivals(dict):
+    """The message that is arriving from each worker: an `Incoming` or a `CollectedPush`."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all buffers."""
+        return sum(message.buffer.size for message in self.values())
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a push in pieces may begin to arrive; one always may."""
+        alone = not any(getattr(message, "arrives", False) for message in self.values())
+        return alone or self.nbytes + nbytes <= capacity.ROOM_BYTES
+
+    def collect(self, link: Link, worker: int, message: Incoming, model: Any) -> None:
+        """Begin to receive the pieces of a push, which is handled when all are here."""
+        pieces, nbytes = model.due.pieces, model.whole.nbytes
+        self[worker] = CollectedPush(link, message, pieces, nbytes, self.has_room)

@@ -1,0 +1,114 @@
+"""The messages of a push or an answer in pieces: those that are received, and those that are sent.
+
+::
+
+    receives     | 0 | 1 | 2 | 3 |          the receives of `WINDOW` pieces are posted ahead
+    sends        | 0 | 1 | 2 | 3 |          a piece is sent from memory that must not change, or
+                                            from a buffer of the pool, which then gets it back
+
+After an exception the link keeps these objects, because MPI may still use the memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from ...runtime.elastic_requests import test_one
+from ..link import Link
+from ..protocol import check_piece
+from .wire_pieces import WirePiece, allowed
+
+
+class PieceReceives:
+    """The pieces of one push or answer from one rank, in their order.
+
+    Parameters
+    ----------
+    link : Link
+    source, tag : int
+    pieces : sequence of WirePiece
+    memory : callable
+        Returns the bytes into which the piece of a number is received.
+
+    Attributes
+    ----------
+    here : int
+        How many pieces have arrived.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        source: int,
+        tag: int,
+        pieces: Sequence[WirePiece],
+        memory: Callable[[int], np.ndarray],
+    ):
+        self.here = self._begun = 0
+        self._link, self._source, self._tag = link, source, link.tag + tag
+        self._pieces, self._memory = pieces, memory
+        self._requests: deque[tuple[MPI.Request, np.ndarray]] = deque()
+        self._status = MPI.Status()
+
+    def post(self, free: int) -> None:
+        """Post the receives that are allowed now; the memory of the first `free` pieces is free."""
+        for number in allowed(len(self._pieces), self._begun, free):
+            self._link.receiving.add(self)
+            memory = self._memory(number)
+            request = self._link.comm.Irecv([memory, MPI.BYTE], self._source, self._tag)
+            self._requests.append((request, memory))
+            self._begun = number + 1
+
+    def take(self) -> list[tuple[int, np.ndarray]]:
+        """Return the numbers and the memory of the pieces that have arrived since the last call."""
+        requests, found = self._requests, []
+        while requests and test_one(requests[0][0], self._status):
+            got = self._status.Get_count(MPI.BYTE)
+            check_piece(got, self._pieces[self.here].nbytes, self._source)
+            found.append((self.here, requests.popleft()[1]))
+            self.here += 1
+        if found:
+            self._link.moved = True
+            if self.done:
+                self._link.receiving.discard(self)
+        return found
+
+    @property
+    def done(self) -> bool:
+        """Whether all pieces have arrived."""
+        return self.here == len(self._pieces)
+
+
+class PieceSends:
+    """The pieces that MPI is sending with one tag."""
+
+    def __init__(self, link: Link, tag: int):
+        self.link, self._tag = link, link.tag + tag
+        self._sends: deque[tuple[MPI.Request, np.ndarray | None]] = deque()
+        self._status = MPI.Status()
+
+    def __len__(self) -> int:
+        return len(self._sends)
+
+    def send(self, memory: np.ndarray, ranks: Sequence[int], pooled: bool = False) -> None:
+        """Begin to send bytes to ranks; `pooled` memory then goes back to the pool."""
+        link = self.link
+        link.receiving.add(self)
+        for k, rank in enumerate(ranks, 1):
+            request = link.comm.Isend([memory, MPI.BYTE], rank, self._tag)
+            self._sends.append((request, memory if pooled and k == len(ranks) else None))
+
+    def reap(self) -> bool:
+        """Return whether all pieces have been sent."""
+        sends = self._sends
+        while sends and test_one(sends[0][0], self._status):
+            memory = sends.popleft()[1]
+            if memory is not None:
+                self.link.pool.give(memory)
+        if not sends:
+            self.link.receiving.discard(self)
+        return not sends

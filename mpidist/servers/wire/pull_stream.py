@@ -1,0 +1,138 @@
+"""The answer to a pull in pieces, all of one version, while the server goes on with updates.
+
+::
+
+    parameters   | 0 | 1 | 2 | 3 | 4 | 5 |       pieces 0 and 1 are sent, 2 and 3 are on the way
+                         an update begins:       4 and 5 are copied, and sent from the copies
+
+A piece is copied to a buffer just before it is sent, so that an update never waits for a worker.
+What an update would change before it is sent, is copied before the update, once for all workers
+that get this version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..link import Link
+from ..protocol import PIECE_DOWN
+from ..shards import ServerShard
+from .piece_transfers import PieceSends
+from .wire_pieces import WirePiece, allowed
+
+
+class PulledVersion:
+    """The parameters of one version, from memory that updates change, or from copies.
+
+    Parameters
+    ----------
+    link : Link
+    shard : ServerShard
+    pieces : sequence of WirePiece
+    """
+
+    def __init__(self, link: Link, shard: ServerShard, pieces: Sequence[WirePiece]):
+        self.link, self.pieces, self.users = link, pieces, 0
+        self._shard = shard
+        self._saved: dict[int, np.ndarray] = {}
+
+    def save(self, first: int) -> None:
+        """Copy the pieces from number `first` on: the parameters are about to change."""
+        for number in range(first, len(self.pieces)):
+            self._saved[number] = self._copy(number)
+
+    def piece(self, number: int) -> tuple[np.ndarray, bool]:
+        """Return a piece, and whether the caller gives the memory back to the pool."""
+        if number in self._saved:
+            return self._saved[number], False
+        return self._copy(number), True
+
+    def leave(self) -> None:
+        """Free the copies if this was the last worker that gets this version."""
+        self.users -= 1
+        if not self.users:
+            for copy in self._saved.values():
+                self.link.pool.give(copy)
+
+    def _copy(self, number: int) -> np.ndarray:
+        piece, shard = self.pieces[number], self._shard
+        memory = self.link.pool.take(piece.nbytes)
+        for tensor, start, stop, at in piece.spans:
+            values = shard.parameters[shard.key_of(tensor)]
+            first = shard.first(tensor)
+            room = memory[at : at + (stop - start) * values.dtype.itemsize]
+            room.view(values.dtype)[...] = values[start - first : stop - first]
+        return memory
+
+
+class PullStream:
+    """The answer to one pull in pieces, of which at most `WINDOW` are on the way.
+
+    Attributes
+    ----------
+    next : int
+        The number of the next piece to send.
+    left : int
+        The bytes that are not sent yet.
+    """
+
+    def __init__(self, version: PulledVersion, rank: int):
+        self.version, self._ranks, self.next = version, [rank], 0
+        version.users += 1
+        self.left = sum(piece.nbytes for piece in version.pieces)
+        self._sends = PieceSends(version.link, PIECE_DOWN)
+        version.link.count_pieces(len(version.pieces), self.left, 0, 0)
+
+    def progress(self) -> bool:
+        """Send what may be sent; return whether all has been sent."""
+        self._sends.reap()
+        pieces, done = self.version.pieces, self.next - len(self._sends)
+        for number in allowed(len(pieces), self.next, done):
+            memory, pooled = self.version.piece(number)
+            self._sends.send(memory, self._ranks, pooled)
+            self.left -= pieces[number].nbytes
+            self.next = number + 1
+            self.version.link.moved = True
+        if self.next < len(pieces) or self._sends:
+            return False
+        self.version.leave()
+        return True
+
+
+class PullStreams:
+    """The pulls of one model that are being answered in pieces."""
+
+    def __init__(self, shard: ServerShard, pieces: Sequence[WirePiece]):
+        self._shard, self._pieces = shard, pieces
+        self._open: list[PullStream] = []
+        self._now: PulledVersion | None = None  # the present version, if someone gets it
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def left(self) -> int:
+        """The bytes that are not sent yet."""
+        return sum(pull.left for pull in self._open)
+
+    def begin(self, link: Link, rank: int) -> None:
+        """Begin to send the present version to a rank."""
+        if self._now is None:
+            self._now = PulledVersion(link, self._shard, self._pieces)
+        self._open.append(PullStream(self._now, rank))
+
+    def send_more(self) -> None:
+        """Continue to answer pulls."""
+        if self._open:
+            self._open = [pull for pull in self._open if not pull.progress()]
+            if not any(pull.version is self._now for pull in self._open):
+                self._now = None
+
+    def keep(self) -> None:
+        """Copy what is not sent yet of the present version, which is about to change."""
+        nexts = [pull.next for pull in self._open if pull.version is self._now]
+        if nexts and self._now is not None:
+            self._now.save(min(nexts))
+        self._now = None
