@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ..layout.routing import ShardPart, WholeShard
-from ..protocol import STREAM, PULL, PUSH, Header
+from ..protocol import PULL, PUSH, STREAM, Header
 
 
 @dataclass
