@@ -145,7 +145,8 @@ def run(comm, seed):
     placement = str(rng.choice(["dedicated", "colocated"])) if comm.size > 1 else "colocated"
     servers = servers if placement == "dedicated" else int(rng.integers(1, comm.size + 1))
     workers = comm.size if placement == "colocated" else comm.size - servers
-    mode = str(rng.choice([name for name in MODES if workers > 1 or name != "backup1"]))
+    modes = [name for name in MODES if workers > 1 or name != "backup1"]
+    mode = modes[seed % len(modes)]
     limit, window = int(rng.choice([8, 64, 300, 5000])), int(rng.integers(1, 5))
     room = int(rng.choice([1, 4000, 64 << 20]))
     elastic = servers > 1 and not mode.startswith("backup") and bool(rng.integers(0, 3) == 0)
