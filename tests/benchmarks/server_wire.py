@@ -43,7 +43,9 @@ def node(args) -> None:
     from mpi4py import MPI
 
     import mpidist as md
+    from mpidist.servers.wire import node_share
 
+    node_share.enabled = not args.no_sharing
     comm, mode = MPI.COMM_WORLD, _mode(args)
     worker = comm.rank == 0
     for nbytes in args.sizes:
@@ -232,6 +234,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=("bsp", "asp", "ssp", "backup"), default="bsp")
     parser.add_argument("--rate", default="200mbit")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-sharing", action="store_true", help="node: send messages")
     parser.add_argument("--json")
     parser.add_argument("--options", type=str.split, default=[])
     args = parser.parse_args()
