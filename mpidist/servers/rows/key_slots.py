@@ -68,9 +68,8 @@ class KeySlots:
         """Return the place of each key as int32; -1 for a key that is not here."""
         cells = self._first(keys)
         found = self._places[cells]
-        other = np.flatnonzero((found != _FREE) & (self._keys[cells] != keys))
-        if self.count != self._taken:
-            other = np.union1d(other, np.flatnonzero(found == _REMOVED))
+        wrong = (found != _FREE) & (self._keys[cells] != keys)
+        other = np.flatnonzero(wrong | (found == _REMOVED))
         step = 0
         while other.size:
             step += 1
