@@ -38,10 +38,11 @@ def train(
     table=((ROWS, None), "lazy", "ranges"),
     slow=0,
     changes=(),
+    **where,
 ):
     """Check what every pull may and must contain; return the client's statistics."""
     (count, _), rows, spread = table
-    with md.ServerGroup(comm, servers=max(1, comm.size // 2)) as group:
+    with md.ServerGroup(comm, servers=max(1, comm.size // 2), **where) as group:
         workers = len(group.worker_ranks)
         client = group.add(
             "m", {"e": ((count, workers), "f8"), "b": ((2,), "f8")},
@@ -158,7 +159,7 @@ def test_a_mode_without_a_bound_needs_max_age(comm):
 @pytest.mark.ranks(3)
 def test_a_cache_of_few_rows(comm):
     """The least recently used rows go; the values stay right."""
-    stats = train(comm, md.SSP(3), 4)
+    stats = train(comm, md.SSP(3), 4, placement="colocated")
     if stats is not None:
         assert stats["cache"]["rows"] <= 4
         assert stats["cache"]["misses"] > 100
