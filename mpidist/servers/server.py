@@ -33,11 +33,11 @@ from .layout.routing import data_bytes, decode_parts, views
 from .link import Link
 from .modes.global_norm import GlobalNorms
 from .modes.hosted_model import Hosted, Pull, Push
+from .pieces.collected_push import Arrivals
 from .protocol import HEADER_BYTES, TO_SERVER, TO_WORKER, Header
 from .replicas.shard_copies import ShardCopies
 from .rows.unused_rows import drop_rows
 from .votes import Votes
-from .wire.collected_push import Arrivals
 from .wire.node_doors import ServerDoors
 from .wire.server_stream import PushStream
 

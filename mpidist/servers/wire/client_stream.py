@@ -17,8 +17,8 @@ import numpy as np
 from ..layout.placement import ServerLayout
 from ..layout.routing import WholeShard
 from ..link import Link
+from ..pieces.piece_transfers import PieceReceives, PieceSends
 from ..protocol import PIECE_DOWN, PIECE_UP
-from .piece_transfers import PieceReceives, PieceSends
 from .wire_pieces import WirePiece, allowed
 
 

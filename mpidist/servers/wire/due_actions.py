@@ -16,12 +16,12 @@ from typing import Any
 
 from ..consistency import Action, Apply
 from ..link import Link
+from ..pieces.piece_transfers import PieceSends
+from ..pieces.pull_stream import PullStreams
 from ..protocol import PIECE_DOWN, PIECES
 from ..shards import ServerShard
 from .node_share import NodeShare
 from .node_stream import NodePushStream, NodeReaders
-from .piece_transfers import PieceSends
-from .pull_stream import PullStreams
 from .server_stream import PushStream, ShardPieces, StreamedUpdate
 from .wire_pieces import WirePiece
 

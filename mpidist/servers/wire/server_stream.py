@@ -25,9 +25,9 @@ import numpy as np
 
 from ...arrays import work_dtype
 from ..link import Link
+from ..pieces.piece_transfers import PieceReceives, PieceSends
 from ..protocol import PIECE_UP
 from ..shards import Parts, ServerShard, scale
-from .piece_transfers import PieceReceives, PieceSends
 from .wire_pieces import WirePiece, allowed, cut_shard
 
 

@@ -20,7 +20,7 @@ from mpi4py import MPI
 from ...runtime.elastic_requests import test_one
 from ..link import Link
 from ..protocol import check_piece
-from .wire_pieces import WirePiece, allowed
+from ..wire.wire_pieces import WirePiece, allowed
 
 
 class PieceReceives:

@@ -19,8 +19,8 @@ import numpy as np
 from ..link import Link
 from ..protocol import PIECE_DOWN
 from ..shards import ServerShard
+from ..wire.wire_pieces import WirePiece, allowed
 from .piece_transfers import PieceSends
-from .wire_pieces import WirePiece, allowed
 
 
 class PulledVersion:

@@ -19,8 +19,8 @@ import numpy as np
 from ..layout import capacity
 from ..link import Link
 from ..protocol import ALL, PIECE_UP, Incoming
+from ..wire.wire_pieces import WirePiece
 from .piece_transfers import PieceReceives
-from .wire_pieces import WirePiece
 
 
 class CollectedPush:
