@@ -148,8 +148,7 @@ class Server:
         n, status = len(self.workers), MPI.Status()
         waiting = []
         for worker in (*range(self._turn, n), *range(self._turn)):
-            # Workers with an arriving request are left out. Such a worker sends no second request,
-            # so a probe would find only later pieces of the same message.
+            # A worker whose request is arriving sends no second one; a probe finds pieces of it.
             if worker not in self._arriving and comm.Iprobe(self.workers[worker], tag, status):
                 waiting.append((worker, status.Get_count(MPI.BYTE)))
         room = ROOM_BYTES - self._arriving.nbytes
@@ -237,8 +236,7 @@ class Server:
             actions += model.gate.tick(worker)
         if header.flags & protocol.PULL:
             # A push that is streamed is answered in pieces as they are updated, and by a header.
-            apart = header.pull_words in (protocol.PIECES, protocol.STREAM) and not streamed
-            pieces = header.pull_words if apart else 0
+            pieces = header.pull_words * (header.pull_words < protocol.ALL and not streamed)
             pull = Pull(pull_parts, time.monotonic_ns(), queue, operation, pieces)
             actions += model.gate.pull(worker, pull)
         if header.flags & protocol.LEAVE:
