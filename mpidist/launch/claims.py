@@ -99,7 +99,11 @@ def check_launcher(environ: Mapping[str, str], library: str) -> None:
 
 
 def network_for(environ: Mapping[str, str], library: str) -> dict[str, str]:
-    """Return the variables that MPI_Init of this library needs to work with Slurm's PMI.
+    """Return the variables that MPI_Init of this library needs to work, or not to waste time.
+
+    Open MPI 5 opens libfabric for its "btl" framework, and closing it again takes one second of
+    sleep (libfabric's tcp provider). Ranks of one host do not need it, so it is excluded for them,
+    unless the user has chosen (``OMPI_MCA_btl``).
 
     With UCX as its network library, MPICH publishes the address of a rank in 4096 bytes, although
     the address has only some hundred bytes. MPICH sends the 4096 bytes in nine values of up to 1022
@@ -114,6 +118,9 @@ def network_for(environ: Mapping[str, str], library: str) -> dict[str, str]:
     the first collective operation (MPICH 5.0.2). The variables also exclude this provider, unless
     the user has chosen a provider.
     """
+    sizes = environ.get("OMPI_COMM_WORLD_SIZE"), environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+    if library.startswith("Open MPI v5") and sizes[0] and sizes[0] == sizes[1]:
+        return {} if "OMPI_MCA_btl" in environ else {"OMPI_MCA_btl": "^ofi"}
     slurm = "PMI_FD" in environ and "SLURM_PROCID" in environ and "HYDI_CONTROL_FD" not in environ
     if slurm and "ch4:ucx,ofi" in library and "MPIR_CVAR_CH4_NETMOD" not in environ:
         provider = {} if "FI_PROVIDER" in environ else {"FI_PROVIDER": "^sockets"}

@@ -91,6 +91,15 @@ def test_long_addresses_are_kept_from_slurms_pmi():
     assert claims.network_for(srun, OPEN_MPI) == {}
 
 
+def test_one_host_starts_without_libfabric():
+    """Open MPI 5 sleeps for a second when it closes libfabric, which one host does not need."""
+    here = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    assert claims.network_for(here, OPEN_MPI) == {"OMPI_MCA_btl": "^ofi"}
+    assert claims.network_for({**here, "OMPI_MCA_btl": "self,tcp"}, OPEN_MPI) == {}
+    assert claims.network_for({**here, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, OPEN_MPI) == {}
+    assert claims.network_for(here, OPEN_MPI.replace("v5", "v4")) == {}
+
+
 @pytest.mark.parametrize(
     ("library", "name"),
     [
