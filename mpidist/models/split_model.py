@@ -96,7 +96,7 @@ def split_model(model, comm, split: Mapping[str, str]) -> Any:
     """Return a copy of a model of which each rank has parts of some layers. Collective.
 
     The parts have the values of `model`. Parameters that the model has not made yet are not made.
-    The other parameters are the arrays of `model`, not copies.
+    The layers that are not split keep the arrays of `model` itself, not copies.
     """
     dense = dense_layers(model)
     new = copy.copy(model)

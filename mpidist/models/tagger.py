@@ -118,10 +118,11 @@ def hit_at_one(scores, labels) -> float:
 def gap(scores, labels, top: int = 20) -> float:
     """Return the global average precision over the `top` scores of every sample.
 
-    The `top` highest scores of every sample are ranked together. The precision is computed at the
-    position of each true entity in this ranking. The result is the sum of these precisions, divided
-    by the number of true entities; a sample with more than `top` true entities counts as having
-    `top`. Abu-El-Haija et al., 2016, arXiv:1609.08675.
+    The `top` highest scores of every sample are ranked together. The precision at a position of
+    this ranking is the fraction of the scores up to there that belong to true entities (labels that
+    the sample has). The result is the sum of the precisions at the positions of the true entities
+    in the ranking, divided by the number of all true entities; a sample with more than `top` of
+    them counts as having `top`. Abu-El-Haija et al., 2016, arXiv:1609.08675.
     """
     scores, labels = np.asarray(scores), np.asarray(labels).astype(bool)
     top = min(top, scores.shape[1])

@@ -38,9 +38,9 @@ def c_ordered(array):
 def to_wire(array) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
     """Return (buffer, shape, strides) of `array`, for `from_wire`; `buffer` is one-dimensional.
 
-    The buffer shares the memory of `array`, if each byte of this memory belongs to one element, in
-    whatever order the axes lie. Else, as for a slice of another array, it is a copy that keeps the
-    order of the axes.
+    The buffer shares the memory of `array` if the elements lie in it without gaps, whichever axis
+    varies fastest. Otherwise, as for a slice of a larger array, the buffer is a copy without gaps,
+    with the axes in the same order in memory.
     """
     outer_first = sorted(
         range(array.ndim), key=lambda axis: (-array.strides[axis], array.shape[axis] == 1)

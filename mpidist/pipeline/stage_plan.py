@@ -3,12 +3,14 @@
     12 layers, cuts [4, 8], replicas [2, 1, 1]     ranks 0, 1 | 2 | 3
                                                    layers 1-4 | 5-8 | 9-12
 
-The ranks are numbered stage by stage. A replica of a stage has a contiguous block of the
-microbatches, as `fixed_tree.cuts` deals them, because the sum over the replicas is made in a fixed
-tree. If all stages have the same number of replicas, say r, the ranks form r separate pipelines,
-and each pipeline runs the schedule with the microbatches of its own block. Otherwise the
-microbatches enter in an order that takes one of each block of the stage with the most replicas in
-turn, so that all of its replicas work at the same time:
+The ranks are numbered stage by stage. Each replica of a stage has a contiguous block of the
+microbatches (`fixed_tree.cuts`). All gradients are added in a fixed tree, and a contiguous block is
+a part of this tree that a replica can add alone. (With "pipedream" the microbatches are dealt to
+the replicas in turn instead: `pipedream_order`.) If all stages have the same number of replicas,
+say r, the ranks form r separate pipelines, and each pipeline runs the schedule with the
+microbatches of its own block. Otherwise the microbatches enter in an order that takes one of each
+block of the stage with the most replicas in turn, so that all of its replicas work at the same
+time:
 
     8 microbatches, replicas [2, 1]     rank 0 has 0 1 2 3, rank 1 has 4 5 6 7; they enter as
                                         0 4 1 5 2 6 3 7, and this is the order of rank 2

@@ -157,9 +157,9 @@ class ServerGroup(OnlineShares):
         seed : int
             Seed of the initial values, which depend on seed, name and position only.
         global_batch : int, optional
-            With ASP and SSP a push is an update with the weight ``samples / global_batch``. Without
-            a `global_batch`, a push with 0 samples has weight 0, and any other push has weight 1 /
-            (number of workers).
+            With ASP, SSP and DSSP a push is an update with the weight ``samples / global_batch``.
+            Without a `global_batch`, a push with 0 samples has weight 0, and any other push has
+            weight 1 / (number of workers).
         nonfinite : "raise" or "drop"
             What a worker does about a NaN or an infinity in a push: it raises an error and sends
             nothing, or it sends a push of 0 samples, which ``client.stats`` counts.
@@ -181,7 +181,7 @@ class ServerGroup(OnlineShares):
         clip_norm : float, optional
             The largest global norm (over all tensors) of a gradient: under BSP and with backup
             workers of the mean gradient of a clock, else of each push. Longer ones are scaled.
-            Equals the norm of `optim.clipped`, which may also be given as optimizer.
+            An optimizer ``optim.clipped(optimizer, norm)`` has the same effect.
 
         Raises
         ------

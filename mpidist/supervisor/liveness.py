@@ -133,8 +133,8 @@ class Vigil:
 
         `told` are the newest heartbeats. `gone` are the process IDs of the ranks on this host that
         had ended before the heartbeats were read. A rank records a normal exit before its process
-        ends, so a rank in `gone` without such a record has died. `begun` are the process IDs of the
-        ranks on this host that have begun, whether or not they have written a heartbeat.
+        ends, so a rank in `gone` without such a record has died. `begun` maps each rank
+        on this host that has begun to its process ID, even if it has not written a heartbeat yet.
         """
         self.note(told)
         signs = self.signs

@@ -1,4 +1,4 @@
-"""`mpidist bench servers`: steps of workers and servers, beside plain messages and an allreduce.
+"""`mpidist bench servers`: compare workers and servers with plain messages and an allreduce.
 
 In each round of a case, one after the other: a `push_pull` under BSP; the same bytes and update in
 plain mpi4py (`raw_exchange`); an allreduce of the gradients over the workers; and a whole step, in

@@ -55,7 +55,10 @@ class PieceReceives:
         self._status = MPI.Status()
 
     def post(self, free: int) -> None:
-        """Post the receives that are allowed now; the memory of the first `free` pieces is free."""
+        """Post receives of the next pieces, up to `WINDOW` beyond the first `free` pieces.
+
+        The data of these `free` pieces have been used, so their memory may be overwritten.
+        """
         for number in allowed(len(self._pieces), self._begun, free):
             self._link.receiving.add(self)
             memory = self._memory(number)
