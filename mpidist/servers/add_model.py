@@ -16,6 +16,7 @@ from .layout.routing import data_bytes, views, whole_parts
 from .layout.row_selection import Selection
 from .link import Link
 from .model_facts import Request, check_server_optimizer, optimizer_facts, parse_model
+from .modes.client_modes import ClientModes
 from .modes.device_shard import DeviceShard, check_device
 from .modes.global_norm import check_clip_norm
 from .modes.stale_gradients import check_momentum
@@ -26,7 +27,7 @@ from .rows.unused_rows import open_bytes
 from .server import Hosted, Server
 from .shards import ServerShard, state_copies
 from .wire.node_share import NodeShare, node_ranks, share_memory
-from .wire.wire_pieces import piece_limit
+from .wire.wire_pieces import WINDOW, piece_limit
 
 
 def host_model(
@@ -61,6 +62,7 @@ def host_model(
             "node": (socket.gethostname(), available_memory()),
             "copies": state_copies(asked.optimizer),
             "kept": asked.kept is not None,
+            "streams": ClientModes(asked, group.votes).streams(0),
         }
 
     def decide(everyone: list[dict]) -> tuple:
@@ -73,18 +75,19 @@ def host_model(
         tensors = facts[0]["tensors"]
         layout = place_tensors(tensors, group.shares, policies := _policies(facts[0]))
         copies, needs = everyone[0]["copies"], []
+        most = max(layout.bytes_of(index) for index in range(len(servers)))
+        piece = piece_limit({one["node"][0] for one in everyone}, most)
+        ahead = WINDOW * piece if everyone[0]["streams"] else None
         for index, rank in enumerate(servers):
             host, free = everyone[rank]["node"]
             need = needed(
                 layout.bytes_of(index), copies, len(workers), asked.consistency,
-                asked.stale.compensates,
+                asked.stale.compensates, ahead,
             )  # fmt: skip
             need += open_bytes(layout, index, copies)
             if group.replicated:  # and a gradient that waits here, and one that is sent
                 need += round(layout.bytes_of(index - 1) * (2 + copies)) + layout.bytes_of(index)
             needs.append((rank, host, need, free))
-        most = max(layout.bytes_of(index) for index in range(len(servers)))
-        piece = piece_limit({one["node"][0] for one in everyone}, most)
         if any(one["kept"] for one in everyone):
             return tensors, policies, inits, False, piece  # the memory is there, with the values
         check_capacity(asked.name, needs)

@@ -132,6 +132,9 @@ def test_held_pushes_are_counted():
     held = needed(layout.bytes_of(0), 2, 8, BSP())
     free = needed(layout.bytes_of(0), 2, 8, ASP())
     assert held == shard * (1 + 2 + 1 + 8 + 1)
+    streamed = needed(shard, 2, 8, BSP(), ahead=1 << 20)  # 1 MiB of each push, and of each answer
+    assert streamed == shard * (1 + 2) + 8 * (2 << 20)
+    assert needed(1 << 20, 2, 8, BSP(), ahead=1 << 20) == (1 << 20) * (2 + 2 + 8 + 8)
     assert free == shard * (1 + 2 + 1 + 1 + 1)
 
 

@@ -11,15 +11,26 @@ ROOM_BYTES = 64 << 20
 
 
 def needed(
-    shard: int, copies: float, workers: int, consistency: Consistency, pulled: bool = False
+    shard: int,
+    copies: float,
+    workers: int,
+    consistency: Consistency,
+    pulled: bool = False,
+    ahead: int | None = None,
 ) -> int:
     """Return how many bytes a server allocates at most if it holds `shard` bytes of a model.
 
     The sum counts parameters, optimizer state, one sum of gradients, the pushes that the server
     holds (one per worker where workers wait for each other), the answers that are being sent, and
     the parameters that each worker has `pulled`, if the server keeps them.
+
+    If the server answers each piece of a push at once, `ahead` has the bytes of a worker's pieces
+    that are on the way, and no whole push is held. Pushes of some tensors or rows, and `push`
+    alone, need more than that, and so may another mode during training.
     """
     copies += workers * pulled
+    if ahead is not None and ahead < shard:
+        return round(shard * (1 + copies)) + 2 * workers * ahead
     pushes = workers if consistency.holds else max(1, min(workers, ROOM_BYTES // max(1, shard)))
     answers = max(shard, min(workers * shard, ROOM_BYTES))
     return round(shard * (2 + copies + pushes)) + answers
