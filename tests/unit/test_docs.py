@@ -299,3 +299,10 @@ def test_toml_is_a_part_of_a_job_file(reference, page, text):
     for key, value in tomllib.loads(text).items():
         given = {f"{key}.{inner}" for inner in value} if isinstance(value, dict) else {key}
         assert given <= keys, given - keys
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_conflict_is_left_in_a_page(page):
+    """`git` writes these lines into a file where two changes meet."""
+    lines = PAGES[page].splitlines()
+    assert [line for line in lines if re.match(r"<{7} |={7}$|>{7} ", line)] == []

@@ -111,7 +111,7 @@ class GlobalNorms:
     def listen(self) -> list[tuple[int, list[Action]]]:
         """Receive sums; return the actions of each model that may be carried out now."""
         link, status, heard = self._server.link, MPI.Status(), set()
-        while link.comm.Iprobe(MPI.ANY_SOURCE, link.tag + SQUARES, status):
+        while self.pending and link.comm.Iprobe(MPI.ANY_SOURCE, link.tag + SQUARES, status):
             words = np.empty(24, np.uint8)
             link.comm.Recv([words, MPI.BYTE], status.source, link.tag + SQUARES)
             number, clock = words.view(np.int64)[:2].tolist()
