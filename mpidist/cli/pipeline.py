@@ -40,8 +40,11 @@ def add_parser(commands) -> None:
     add("--workers", type=int, required=True, metavar="N", help="most workers that are used")
     add("--stages", type=int, metavar="S", help="exact number of stages (any)")
     add("--no-replication", action="store_true", help="one worker for each stage")
-    add("--bandwidth", type=float, default=1e9, metavar="BYTES_PER_S",
-        help="bytes per second between two workers (1e9)")  # fmt: skip
+    add("--bandwidth", type=float, metavar="BYTES_PER_S",
+        help="bytes per second between two workers (1e9, or that of --network)")  # fmt: skip
+    add("--network", metavar="FILE",
+        help="bandwidths that `mpidist simulate fit` has measured: also say on how many hosts the "
+        "workers should be")  # fmt: skip
     add("--memory", type=float, metavar="BYTES", help="bytes of memory of a worker (any)")
     add("--cost", default="overlap", metavar="{overlap,serial,pipedream}",
         help="whether messages hide behind the computation (overlap), or not (serial); pipedream "
@@ -106,11 +109,22 @@ def _profile(args) -> int:
 
 def _partition(args) -> int:
     from ..pipeline import cut, read_profile
+    from ..pipeline.grid.host_advice import advise_hosts
     from ..pipeline.plan_advice import advise_step
+    from ..simulator.network_model import load
 
     profile = read_profile(args.profile)
+    network = None if args.network is None else load(args.network)
+    if network is not None and not (network.gap and network.node_gap):
+        raise ConfigError(
+            f"{args.network}: gap and node_gap must be above 0; `mpidist simulate fit` on two "
+            "hosts, and then on one, measures both"
+        )
+    bandwidth = args.bandwidth
+    if bandwidth is None:
+        bandwidth = 1e9 if network is None else 1 / network.gap
     settings = {
-        "bandwidth": args.bandwidth, "stages": args.stages, "memory": args.memory,
+        "bandwidth": bandwidth, "stages": args.stages, "memory": args.memory,
         "replication": not args.no_replication, "cost": args.cost, "evaluate": args.evaluate,
     }  # fmt: skip
     plan = cut(profile, workers=args.workers, **settings)
@@ -123,6 +137,11 @@ def _partition(args) -> int:
     facts = plan.as_dict()
     if args.microbatches is not None:
         facts["step"] = advice and advice.as_dict()
+    layouts = []
+    if network is not None:
+        others = {name: value for name, value in settings.items() if name != "bandwidth"}
+        layouts = advise_hosts(profile, workers=args.workers, network=network, settings=others)
+        facts["hosts"] = [layout._asdict() for layout in layouts]
     text = json.dumps(facts, indent=2)
     if args.json == "-":
         print(text)
@@ -150,7 +169,28 @@ def _partition(args) -> int:
         print("the model has too many cuts; only those in one order of its layers were tried")
     if advice is not None:
         _say_advice(advice, args.workers)
+    if network is not None:
+        _say_hosts(layouts, network)
     return 0
+
+
+def _say_hosts(layouts, network) -> None:
+    """Print the time of a microbatch on each number of hosts, and which is to be preferred."""
+    from ..pipeline.grid.host_advice import best_layout
+
+    print("hosts  workers each  ms for a microbatch  MB between hosts  limited by  replicas")
+    for one in layouts:
+        replicas = " + ".join(map(str, one.replicas))
+        print(
+            f"{one.hosts:5d}  {one.workers_each:12d}  {one.seconds * 1e3:19.3f}"
+            f"  {one.bytes_between / 1e6:16.2f}  {one.limit:10s}  {replicas}"
+        )
+    best = best_layout(layouts)
+    many = "one host" if best.hosts == 1 else f"{best.hosts} hosts"
+    print(
+        f"prefer {many} with {best.workers_each} workers each; measured: "
+        f"{1e-9 / network.node_gap:.2f} GB/s within a host, {1e-9 / network.gap:.2f} GB/s between"
+    )
 
 
 def _say_advice(advice, workers: int) -> None:

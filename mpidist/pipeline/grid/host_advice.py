@@ -1,0 +1,117 @@
+"""On how many hosts the workers of a model should be, from a measured network. Without MPI.
+
+For each number of hosts that divides the workers, the best plan is placed on the hosts so that few
+bytes cross between them (`stage_placement`). Messages are sent while the workers compute, so the
+slowest of these limits how often a microbatch is finished:
+
+    workers     seconds of a forward and a backward pass of the stage / replicas
+    memory      bytes to workers on the same host / bandwidth within a host
+    network     bytes from a host to others / bandwidth of the host's link, each way
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ...errors import MpidistError
+from ...registry import checked_whole
+from ...simulator.network_model import NetworkModel
+from ..layer_profile import LayerProfile
+from ..stage_partition import PipelinePlan, cut
+from ..stage_plan import plan_stages
+from .stage_placement import place_ranks, slot_links
+
+#: Layouts whose times differ by less than this share are equal: the times are estimates.
+_EQUAL = 0.02
+
+
+class HostLayout(NamedTuple):
+    """The best plan on a number of hosts.
+
+    `seconds` is the time from one microbatch to the next, `limit` is "workers", "memory" or
+    "network", and `bytes_between` are those of a microbatch that cross between hosts, both ways
+    added. `replicas` has the number of workers of each stage.
+    """
+
+    hosts: int
+    workers_each: int
+    replicas: tuple[int, ...]
+    seconds: float
+    limit: str
+    bytes_between: float
+
+
+def advise_hosts(
+    profile: LayerProfile,
+    *,
+    workers: int,
+    network: NetworkModel,
+    settings: Mapping[str, Any] | None = None,
+) -> list[HostLayout]:
+    """Return the best layout for each number of hosts that divides `workers`, fewest hosts first.
+
+    Parameters
+    ----------
+    profile : LayerProfile
+    workers : int
+    network : NetworkModel
+        `gap` and `node_gap` are used: the seconds per byte between and within hosts.
+    settings : mapping, optional
+        Arguments of `cut`, without `workers` and `bandwidth`.
+    """
+    checked_whole("workers", workers, 1)
+    plans: list[PipelinePlan] = []
+    for gap in {network.gap, network.node_gap}:
+        try:
+            plans.append(cut(profile, workers=workers, bandwidth=1 / gap, **(settings or {})))
+        except MpidistError:
+            if not plans and gap == network.node_gap:
+                raise
+    found = []
+    for hosts in (n for n in range(1, workers + 1) if workers % n == 0):
+        layouts = [_on_hosts(plan, hosts, workers // hosts, network) for plan in plans]
+        found.append(min(layouts, key=lambda one: (one.seconds, one.bytes_between)))
+    return found
+
+
+def best_layout(layouts: list[HostLayout]) -> HostLayout:
+    """Return the fastest layout; of nearly equal ones that with the fewest hosts."""
+    least = min(one.seconds for one in layouts)
+    return next(one for one in layouts if one.seconds <= (1 + _EQUAL) * least)
+
+
+def _on_hosts(plan: PipelinePlan, hosts: int, each: int, network: NetworkModel) -> HostLayout:
+    replicas = tuple(stage.replicas for stage in plan.stages)
+    slots, microbatches = sum(replicas), 4 * sum(replicas)
+    nodes = [slot // each for slot in range(slots)]
+    grid = plan_stages(
+        len(replicas), cuts=range(1, len(replicas)), ranks=slots, replicas=replicas,
+        microbatches=microbatches, schedule="pipedream",
+    )  # fmt: skip
+    links = slot_links(
+        grid,
+        [2 * stage.output_bytes for stage in plan.stages[:-1]],
+        [stage.parameter_bytes for stage in plan.stages],
+    )
+    ranks = place_ranks(nodes, replicas, links)
+    place = [nodes[rank] for rank in ranks]
+    inside: dict[int, float] = defaultdict(float)  # bytes that a slot sends within its host
+    outside: dict[int, float] = defaultdict(float)  # bytes that a host sends to others
+    for (a, b), size in links.items():
+        if place[a] == place[b]:
+            inside[a] += size / 2
+            inside[b] += size / 2
+        else:
+            outside[place[a]] += size / 2
+            outside[place[b]] += size / 2
+    limits = {
+        "workers": max(stage.compute_seconds / stage.replicas for stage in plan.stages),
+        "memory": max(inside.values(), default=0.0) / microbatches * network.node_gap,
+        "network": max(outside.values(), default=0.0) / microbatches * network.gap,
+    }
+    limit = max(limits, key=lambda name: limits[name])
+    return HostLayout(
+        hosts, each, replicas, limits[limit], limit, sum(outside.values()) / microbatches
+    )
