@@ -85,6 +85,7 @@ test-%: $(VENV)/.test
 fuzz: $(VENV)/.test
 	$(EXEC) 5 $(BIN)/python tests/mpi/fuzz.py 5000
 	PYTHONPATH=tests $(EXEC) 5 $(BIN)/python -m mpi4py tests/mpi/fuzz_servers.py 500
+	PYTHONPATH=tests $(EXEC) 4 $(BIN)/python -m mpi4py tests/mpi/fuzz_server_changes.py 200
 
 test-launch: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile tests/launch $(PYTEST_ARGS) $(AGAIN)

@@ -411,7 +411,7 @@ class Server:
         if held := [model.name for model in self.models if model.gate.held]:
             raise ProtocolError(
                 f"parameter server {self.index}: pause: workers stand at different clocks of "
-                f"{held}; let all call clock() equally often before a pause"
+                f"{held}, or have pushed without clock(); let all call clock() before a pause"
             )
         call = self.on_call if isinstance(tags[0], dict) else self.on_pause
         if call is None:

@@ -66,8 +66,8 @@ class OnlineShares:
         ------
         ConfigError
             On all ranks, and the group goes on as before: shares that are no shares, a server that
-            does not exist, an elastic run, an optimizer whose state is not one array like each
-            parameter and scalars, too little memory.
+            does not exist, an elastic run, a model with an open table, an optimizer whose state is
+            not one array like each parameter and scalars, too little memory.
         MismatchError
             On all ranks, and the group goes on as before: the arguments differ.
         ProtocolError
