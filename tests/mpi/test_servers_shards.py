@@ -122,13 +122,17 @@ def test_a_pause_is_after_all_pushes(comm, placement):
 
 @pytest.mark.ranks(3)
 def test_pauses_that_cannot_be(comm):
-    def run(tag, **options):
+    def run(tag, push=False, **options):
         with md.parameter_server(
             comm, {"x": np.zeros(4)}, optimizer=md.optim.sgd(1.0), **options
         ) as client:
+            if push:
+                client.push({"x": np.ones(4)})
             client.group.pause(tag)
 
     with pytest.raises(md.ProtocolError, match="has no on_pause; call group"):
         run("a")
     with pytest.raises(md.ProtocolError, match="pause: different tags"):
         run(comm.rank, on_pause=print)
+    with pytest.raises(md.ProtocolError, match=r"or have pushed without clock\(\)"):
+        run("a", push=True, placement="colocated")
