@@ -99,7 +99,7 @@ def test_the_second_server_keeps_the_larger_bound():
     assert gate.pull(0) == [Answer(0, 3, None)]
     first = mode.gate(2, 0)
     first.work[0].extend([1.0] * 16)
-    first.work[1].extend([2.0] * 16)
+    first.work[1].extend([3.0] * 16)
     for _ in range(3):
         first.tick(0)
     assert first.pull(0) == []
