@@ -63,7 +63,7 @@ _HOME = {
     "MomentumCorrected": "servers.modes.stale_gradients",
     "OpenRows": "servers.rows.open_rows",
     "Rebalance": "servers.balance.rebalance",
-    "RowCache": "servers.rows.row_cache",
+    "RowCache": "servers.rows.cache_policy",
     "ServerGroup": "servers.group",
     "Client": "servers.client",
     "CheckpointStore": "checkpoint.store",

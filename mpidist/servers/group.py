@@ -36,8 +36,8 @@ from .model_facts import Request, check_function
 from .modes.model_changes import ModelChanges
 from .modes.stale_gradients import KeepStale, Stale
 from .protocol import BARRIER, BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER
+from .rows.cache_policy import RowCache
 from .rows.open_rows import OpenRows
-from .rows.row_cache import RowCache
 from .rows.table_updates import chosen_update
 from .server import Hosted, Server
 

@@ -12,8 +12,8 @@ from ..tensors import dtype_of
 from .consistency import Consistency
 from .layout.row_selection import checked_array
 from .modes.stale_gradients import KeepStale, Stale, stale_policy
+from .rows.cache_policy import RowCache, row_cache
 from .rows.open_rows import OpenRows
-from .rows.row_cache import RowCache, row_cache
 from .rows.row_policies import check_open_tables, row_policies
 from .shards import parse_init
 

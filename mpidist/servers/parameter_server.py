@@ -13,8 +13,8 @@ from .consistency import Consistency
 from .group import ServerGroup
 from .model_facts import check_function
 from .modes.stale_gradients import Stale
+from .rows.cache_policy import RowCache
 from .rows.open_rows import OpenRows
-from .rows.row_cache import RowCache
 
 
 @contextmanager

@@ -347,6 +347,13 @@ def test_importing_loads_neither_mpi_nor_arrays():
     assert loaded & {"mpi4py.MPI", "mpi4py", "numpy", "h5py", "cupy"} == set()
 
 
+def test_settings_are_checked_before_mpi():
+    """R97: strategies check what a job file says before anything imports MPI."""
+    code = "import sys, mpidist.training.strategies; print('mpi4py.MPI' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.stdout == "False\n"
+
+
 def test_collectives_are_a_library_of_their_own():
     """R35: they serve any parallel program; no training code is loaded with them."""
     code = (

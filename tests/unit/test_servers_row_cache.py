@@ -8,7 +8,8 @@ from mpidist.errors import ConfigError
 from mpidist.servers.consistency import ASP, BSP, SSP
 from mpidist.servers.layout.placement import place_tensors
 from mpidist.servers.modes.stale_gradients import DropStale, KeepStale
-from mpidist.servers.rows.row_cache import CachedTable, RowCache, own_update, row_cache
+from mpidist.servers.rows.cache_policy import RowCache, row_cache
+from mpidist.servers.rows.row_cache import CachedTable, own_update
 
 WIDTH = 2
 

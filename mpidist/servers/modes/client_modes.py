@@ -13,7 +13,7 @@ from ...runtime import ulfm
 from ..consistency import Consistency
 from ..layout.placement import ServerLayout
 from ..model_facts import Request, check_stale
-from ..rows.row_cache import row_cache
+from ..rows.cache_policy import row_cache
 from ..wire.trial_update import has_the_same_bits
 from .agreed_changes import encode_mode
 from .optimizer_changes import encode_optimizer

@@ -1,4 +1,4 @@
-"""A worker's cache of rows: rows that are new enough are not asked for again. Uses no MPI.
+"""A worker's cache of rows: rows that are new enough are not asked for again.
 
     SSP(2), a worker at clock 7        row 3: has all updates before clock 6    used
                                        row 9: has all updates before clock 4    asked for again
@@ -23,79 +23,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ...arrays import copy_into
-from ...errors import ConfigError, shown
-from ...registry import checked_whole, has_argument
-from ..consistency import Consistency
+from ...registry import has_argument
 from ..layout.dealt_rows import dealt_places
 from ..layout.placement import ServerLayout, Tensor
-from ..modes.stale_gradients import KeepStale
 from ..protocol import CLOCK, PUSH, Header
+from .cache_policy import RowCache, row_cache
 from .key_slots import KeyRows
-
-
-@dataclass(frozen=True)
-class RowCache:
-    """How many rows of each table a worker keeps, and for how many steps: see `ServerGroup.add`.
-
-    Parameters
-    ----------
-    rows : int
-        The most rows of each table. The least recently used ones are forgotten.
-    max_age : int, optional
-        The most steps of this worker after which a row is asked for again. By default only the
-        mode's bound counts. ASP has no bound, and needs `max_age`.
-
-    Raises
-    ------
-    ConfigError
-        `rows` is not a whole number of 1 or more, or `max_age` of 0 or more.
-    """
-
-    rows: int
-    max_age: int | None = None
-
-    def __post_init__(self):
-        object.__setattr__(self, "rows", checked_whole("RowCache: rows", self.rows, 1))
-        if self.max_age is not None:  # the dataclass is frozen
-            age = checked_whole("RowCache: max_age", self.max_age, 0)
-            object.__setattr__(self, "max_age", age)
-
-
-def row_cache(model: str, given, consistency: Consistency, stale) -> RowCache | None:
-    """Return the argument `cache_rows` of a model as a `RowCache`, or None for no cache.
-
-    Raises
-    ------
-    ConfigError
-        It is no number of rows, or does not suit the mode or the policy for stale gradients.
-    """
-    if given is None:
-        return None
-    cache = given if isinstance(given, RowCache) else None
-    if cache is None:
-        if isinstance(given, bool) or not hasattr(given, "__index__"):
-            raise ConfigError(
-                f"model {model!r}: cache_rows is {shown(given)}; give a number of rows, or "
-                "md.RowCache"
-            )
-        cache = RowCache(checked_whole(f"model {model!r}: cache_rows", given, 1))
-    if consistency.bound is None and cache.max_age is None:
-        raise ConfigError(
-            f"model {model!r}: {consistency} has no bound for the age of rows in a cache; give "
-            f"cache_rows=md.RowCache({cache.rows}, max_age=...)"
-        )
-    if stale != KeepStale():
-        raise ConfigError(
-            f"model {model!r}: with cache_rows servers do not know the age of gradients, which "
-            f"stale={stale} needs; give KeepStale or no cache"
-        )
-    return cache
 
 
 class CachedTable:
