@@ -20,8 +20,8 @@ MEASURED = ("test_network", "test_node_lost", "test_elastic")
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """Begin with what is measured: beside the unit tests, which give way (see `make test`)."""
-    items.sort(key=lambda item: item.path.stem not in MEASURED)
+    """End with what is measured: the unit tests have then ended (see `make test`)."""
+    items.sort(key=lambda item: item.path.stem in MEASURED)
 
 
 @pytest.fixture(scope="session")
