@@ -203,8 +203,9 @@ def test_killed_where_nobody_tells_yet_or_any_more(tmp_path, text):
         shutil.rmtree(sessions)
 
 
-def test_transports_on_one_host(tmp_path):
+def test_transports_on_one_host(tmp_path, monkeypatch):
     """Open MPI waits a second for a transport that one host does not use; a choice stays."""
+    monkeypatch.delenv("OMPI_MCA_btl", raising=False)  # the tests' own choice
     tell = "import json, os; print(json.dumps(os.environ.get('OMPI_MCA_btl')))"
     openmpi = launcher_kind(find_launcher())[0] == "openmpi"
     for given, seen in ((None, "^ofi" if openmpi else None), ("self,sm", "self,sm")):
