@@ -101,9 +101,10 @@ def check_launcher(environ: Mapping[str, str], library: str) -> None:
 def network_for(environ: Mapping[str, str], library: str) -> dict[str, str]:
     """Return the variables that MPI_Init of this library needs to work, or not to waste time.
 
-    Open MPI 5 opens libfabric for its "btl" framework, and closing it again takes one second of
-    sleep (libfabric's tcp provider). Ranks of one host do not need it, so it is excluded for them,
-    unless the user has chosen (``OMPI_MCA_btl``).
+    Open MPI 5 has a component for one-sided transfers over libfabric, which sleeps for a second
+    when MPI_Init closes it unused. Ranks of one host never use it, so it is excluded for them,
+    unless the user has chosen (``OMPI_MCA_btl``). Here this is done for the commands of mpidist
+    under `mpirun`; `supervisor.commands` does it for any program of `mpidist launch`.
 
     With UCX as its network library, MPICH publishes the address of a rank in 4096 bytes, although
     the address has only some hundred bytes. MPICH sends the 4096 bytes in nine values of up to 1022

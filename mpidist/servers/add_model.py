@@ -36,9 +36,8 @@ def host_model(
     """Place one model on the servers of `group`. Collective over the group's `comm`.
 
     Returns the layout, the most bytes of a piece of a message, and what the ranks of this host
-    share. `server` is the `Server` object
-    of this rank, or None if this rank is no server; `taken` has the names of the models that the
-    group already has. Raises as `ServerGroup.add`.
+    share. `server` is the `Server` object of this rank, or None if this rank is no server; `taken`
+    has the names of the models that the group already has. Raises as `ServerGroup.add`.
     """
     link, servers, workers = group.link, group.server_ranks, group.worker_ranks
     doing = f"add {shown(asked.name)}"

@@ -10,13 +10,11 @@ Gradients are whole numbers, so that sums are exact.
 """
 
 import copy
-import sys
 import time
 
 import numpy as np
 from fuzz_serial_model import check
-from fuzz_servers import pieces_of
-from mpi4py import MPI
+from fuzz_servers import pieces_of, play
 
 import mpidist as md
 
@@ -343,15 +341,5 @@ def run(comm, seed):
     return d
 
 
-def main() -> None:
-    given = [int(word) for word in sys.argv[1:3]]
-    groups, seed = [*given, *(200, 1)[len(given) :]]
-    comm, start = MPI.COMM_WORLD, time.monotonic()
-    for k in range(groups):
-        run(comm, seed + k)
-    if comm.rank == 0:
-        print(f"{groups} groups from seed {seed} in {time.monotonic() - start:.0f} s: as expected")
-
-
 if __name__ == "__main__":
-    main()
+    play(run, 200)

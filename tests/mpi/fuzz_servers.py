@@ -192,10 +192,13 @@ def run(comm, seed):
     return drawn
 
 
-def main() -> None:
-    """Make groups until the number is reached; the first failure names what was drawn."""
+def play(run, groups: int) -> None:
+    """Make groups until the number is reached; the first failure names what was drawn.
+
+    The command line may give the number of groups (else `groups`), and the first seed.
+    """
     given = [int(word) for word in sys.argv[1:3]]
-    groups, seed = [*given, *(500, 1)[len(given) :]]
+    groups, seed = [*given, *(groups, 1)[len(given) :]]
     comm, start = MPI.COMM_WORLD, time.monotonic()
     for k in range(groups):
         run(comm, seed + k)
@@ -204,4 +207,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    play(run, 500)
