@@ -70,7 +70,7 @@ test: $(VENV)/.test
 	$(MAKE) test-launch
 
 test-unit: $(VENV)/.test
-	nice -n 19 $(BIN)/python -m pytest -q -n 2 tests/unit $(PYTEST_ARGS)
+	nice -n 19 $(BIN)/python -m pytest -q -n 2 tests/unit $(PYTEST_ARGS) $(AGAIN)
 
 # In several jobs: what tests break off is never freed, and MPICH has 2,048 communicators in a process.
 MPI_TESTS = $(if $(filter openmpi,$(MPI)),'test_*','test_[a-c]*' 'test_[d-n]*' 'test_o*' 'test_[p-r]*' 'test_se*' 'test_s[!e]*' 'test_[t-z]*')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -26,6 +27,20 @@ def is_running(pid) -> bool:
         return stat_of(pid)[0] not in "ZX"
     except (OSError, IndexError):
         return False
+
+
+def group_is_running(group: int) -> bool:
+    """Return whether a process group has a process that is not a zombie.
+
+    A zombie stays in its group until its parent has read its exit code, which can take seconds.
+    """
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, IndexError):
+            if entry.name.isdigit():
+                state, _, its_group = stat_of(entry.name)[:3]
+                if int(its_group) == group and state not in "ZX":
+                    return True
+    return False
 
 
 def state_and_birth(pid: int) -> tuple[str, int]:

@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .process_table import group_is_running
+
 #: The environment variable that marks all descendants of one start.
 MARK = "MPIDIST_TEST_MARK"
 
@@ -163,7 +165,7 @@ class Started:
             # the launcher as its child.
             self._signal(signal.SIGTERM)
             deadline = time.monotonic() + 2
-            while self._signal(0) and time.monotonic() < deadline:
+            while self._signal(0) and group_is_running(self.pid) and time.monotonic() < deadline:
                 self.process.poll()
                 time.sleep(0.02)
         if self.mark:

@@ -129,11 +129,11 @@ def test_a_notice_leaves_no_process(tmp_path, monkeypatch, program):
         wait_until(lambda: file.exists() and file.read_text().count("\n") > 2, 60)
         began = time.monotonic()
         asked.close()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60  # the `sleep` is not waited for
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     pids = file.read_text().split()
-    wait_until(lambda: not any(map(is_running, pids)), 5, otherwise=lambda: pids)
+    wait_until(lambda: not any(map(is_running, pids)), 60, otherwise=lambda: pids)
 
 
 def test_hosts_by_a_command(tmp_path, capsys):
