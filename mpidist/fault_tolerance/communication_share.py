@@ -76,9 +76,9 @@ def warn_of_share(times: dict, seconds: float) -> str:
     if times["share"] <= SHARE_BOUND or steps < LEAST_STEPS or seconds < LEAST_SECONDS:
         return ""
     text = (
-        f"communication took {times['share']:.2f} of the time of the steps, more than "
-        f"{SHARE_BOUND:g}: a larger global batch, fewer ranks, or other servers may be faster; "
-        "`mpidist advise servers JOB.toml` compares them"
+        f"sending and waiting for other ranks took {times['share']:.2f} of the time of the steps, "
+        f"more than {SHARE_BOUND:g}: a larger global batch or fewer ranks may be faster; "
+        "`mpidist advise servers JOB.toml` compares allreduce with servers"
     )
     events.emit("communication_share", share=times["share"], bound=SHARE_BOUND)
     if events.VERBOSITY:

@@ -48,7 +48,7 @@ def test_the_warning(capsys, monkeypatch):
     """Above the bound, and only for runs that are long enough to tell."""
     monkeypatch.setattr("mpidist.events.VERBOSITY", 1)
     busy = summarize_steps([worker(0, *[(0.0, 0.4, 0.6)] * 20)])
-    assert "communication took 0.60 of the time of the steps" in warn_of_share(busy, 20.0)
+    assert "waiting for other ranks took 0.60 of the time of the steps" in warn_of_share(busy, 20.0)
     assert "more than 0.5" in capsys.readouterr().err
     assert warn_of_share(busy, 9.0) == ""
     assert warn_of_share(summarize_steps([worker(0, *[(0.0, 0.4, 0.6)] * 19)]), 20.0) == ""
