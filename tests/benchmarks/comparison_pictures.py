@@ -126,7 +126,8 @@ def print_speeds(rows: list[dict]) -> None:
             name, f"{samples:,.0f}", f"{loss:.3f}", f"{median(each, 'seconds'):.1f}",
             f"{median(each, 'loss'):.3f}", f"{median(each, 'accuracy'):.3f}",
         ])  # fmt: skip
-    heads = [f"samples after {early:.1f} s", "loss then", "seconds to the end", "loss at the end"]
+    heads = [f"samples after {early:.1f} s", "loss at this time",
+             "seconds until the end of the run", "loss at the end"]  # fmt: skip
     table(["mode", *heads, "test accuracy"], lines)
 
 
