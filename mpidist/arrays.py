@@ -1,13 +1,13 @@
-"""The only module that uses cupy: it converts and allocates arrays, and passes them to MPI.
+"""Convert, allocate and copy NumPy and CuPy arrays. No other module uses cupy.
 
 NumPy and CuPy arrays are used without a conversion. A tensor with DLPack (torch, JAX, ...) becomes
 a NumPy or CuPy array over the same memory. cupy is imported only when the program already has a
 device array, so a host without a GPU does not need cupy.
 
 Data of a GPU are copied to pinned host buffers, which are passed to MPI. MPI gets device memory
-directly only if the user or the MPI library asks for it *and* a test on this host has succeeded
-before (see `mpi_direct`). An MPI library that cannot read device memory ends the process and raises
-no error, so a test is necessary.
+directly only under two conditions: the user or the MPI library asks for it, *and* a test on this
+host has succeeded before (see `mpi_direct`). The test is necessary because an MPI library that
+cannot read device memory does not raise an error but ends the process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def array_module(x):
 
 
 def as_array(x):
-    """Return `x` as a NumPy or CuPy array. If the result is writable, it shares the memory of `x`.
+    """Return `x` as a NumPy or CuPy array; a writable result shares the memory of `x`.
 
     Parameters
     ----------
@@ -166,11 +166,12 @@ def all_finite(x) -> bool:
     if x.dtype.kind in "iubSUOmM" or x.dtype.names:
         return True
     isfinite = array_module(x).isfinite
-    # A NaN or an infinity never leaves a sum again, and a sum needs no temporary array. A finite
-    # array may have an infinite sum.
+    # If the sum is finite, all values are finite, and a sum needs no temporary array. If the sum is
+    # not finite, each value is tested, because finite values may have an infinite sum.
     with np.errstate(over="ignore", invalid="ignore"):
         if x.dtype.char in "fd" and x.ndim == 1:
-            # A sum of squares takes half of the time, and so does this test of one number.
+            # The sum of squares (`dot`) takes half of the time of a plain sum, and `math.isfinite`
+            # is faster for one number than NumPy's `isfinite`.
             return math.isfinite(x.dot(x)) or bool(isfinite(x).all())
         total = x.sum()
         return bool(isfinite(total) or isfinite(x).all())
@@ -330,15 +331,15 @@ def _upload(destination, source: np.ndarray) -> None:
 
 # ------------------------------------------------------------------------- device memory and MPI
 
-_wanted: bool | None = None  # the wish of the user; None: ask the MPI library
+_wanted: bool | None = None  # what the user has asked for; None: ask the MPI library
 _answer: bool | None = None  # the result of `mpi_direct`, found once per process
 
 
 def set_direct(wanted: bool | None) -> None:
-    """Set whether MPI gets device memory; None means yes if the MPI library says it supports GPUs.
+    """Set whether MPI gets device memory; None means that the MPI library decides.
 
-    In any case MPI gets device memory only if a test on this host has succeeded before (see
-    `mpi_direct`).
+    With None, MPI gets device memory if the MPI library says that it supports GPUs. In all cases a
+    test on this host must have succeeded before (see `mpi_direct`).
     """
     global _wanted, _answer
     _wanted, _answer = wanted, None

@@ -11,7 +11,7 @@ class MpidistError(Exception):
 
     exit_code = 1
     everywhere = False
-    #: True if the error only reports another rank's exception. The rank with the cause prints it.
+    #: True if the error only reports an exception of another rank, which prints that exception.
     secondary = False
     #: True if another process prints the same error, so this process prints nothing.
     quiet = False
@@ -26,7 +26,7 @@ class ConfigError(MpidistError, ValueError):
 
 
 class ProtocolError(MpidistError, RuntimeError):
-    """Calls are made in a wrong order, an object is closed, or a message cannot be read."""
+    """Functions are called in a wrong order, an object is closed, or a message cannot be read."""
 
 
 class ClosedError(ProtocolError):
@@ -36,7 +36,10 @@ class ClosedError(ProtocolError):
 
 
 class MismatchError(MpidistError):
-    """The ranks of a communicator do not agree on what they are doing. Raised on all ranks."""
+    """The ranks of a communicator make different calls or pass different arguments.
+
+    Raised on all ranks.
+    """
 
     everywhere = True
     #: True if ranks wait for each other on two communicators.
@@ -82,7 +85,7 @@ class StorageError(CheckpointError):
 
 
 class ForeignCheckpoint(CheckpointError):
-    """A checkpoint is not damaged, but belongs to another model than the given state."""
+    """A checkpoint is not damaged, but the given state belongs to another model."""
 
     exit_code = 2
 
@@ -120,7 +123,7 @@ class TooManyBadRecords(MpidistError):
 
 
 def in_one_line(text: str, longest: int = 200) -> str:
-    """Return `text` as one line that can be sent and printed; a long text is cut."""
+    """Return `text` as one line of at most `longest` characters that can be sent and printed."""
     text = " ".join(text.split())
     text = text if len(text) <= longest else f"{text[:longest]}..."
     return text.encode(errors="backslashreplace").decode()
@@ -146,7 +149,7 @@ def nearest(given, known) -> str:
 
 
 def described(error: BaseException, longest: int = 300, *, named: bool = True) -> str:
-    """Return the text of an exception in one line, even if its own ``str`` raises.
+    """Return the text of an exception in one line, even if ``str(error)`` raises an exception.
 
     If `named` is true, the text begins with the name of the exception's class.
     """

@@ -1,8 +1,8 @@
 """Counters, time spans, and a log of events in JSON lines.
 
-This module uses no MPI. The number of messages and bytes of an operation is known before the
-operation runs. To count messages, an operation such as an allreduce therefore only counts its runs,
-which costs no time per message. The newest events stay in memory for the report of a hang.
+This module uses no MPI. The number of messages and bytes of an operation (such as an allreduce) is
+known before the operation runs. An operation therefore counts only its runs, and spends no time on
+counting messages. The newest events stay in memory for the report of a hang.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ class Counters:
 class Runs:
     """Counts the runs of an operation; `counters` has the messages and bytes of one run.
 
-    Each run only adds one to `times`, because adding the eight fields of `counters` would cost half
-    a microsecond. An operation that counts its runs itself passes `reader`, a function that returns
-    the number of runs. If `numbers` is true, `Context.sequence`, the number of operations on a
-    communicator, includes these runs.
+    Each run adds one to `times` and nothing else, because adding the eight fields of `counters`
+    would cost half a microsecond. An operation that counts its runs itself passes `reader`, a
+    function that returns the number of runs. If `numbers` is true, `Context.sequence`, the number
+    of operations on a communicator, includes these runs.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Choose objects by name from tables (optimizers, models, ...); raise an error for a wrong name.
 
-A table maps a name in a job file to the function that makes the object of that name. The other keys
-beside that name in the job file are the parameters of the function. To add an optimizer, model or
-data source, add one line to the table of that kind.
+A table maps a name in a job file to the function that makes the object of that name. In the job
+file, the keys next to the name are the arguments of that function. To add an optimizer, model or
+data source, add one line to the table of optimizers, models or data sources.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def build(table: Mapping[str, Callable], name: str, settings: Mapping, kind: str
 
 
 def has_argument(function: Callable, name: str) -> bool:
-    """Whether a function, perhaps a user's own, has an argument of this name."""
+    """Return whether `function` (which the user may have written) has an argument `name`."""
     return name in inspect.signature(function).parameters
 
 

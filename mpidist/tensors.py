@@ -34,13 +34,13 @@ def dtype_of(kind) -> np.dtype:
         return np.dtype(name)
     if (found := extended_dtype(name)) is None:
         raise ConfigError(
-            f"{name} needs the package ml_dtypes, by which NumPy knows it: pip install ml_dtypes"
+            f"{name} needs the package ml_dtypes, which adds it to NumPy: pip install ml_dtypes"
         )
     return found
 
 
 def extended_dtype(name: str) -> np.dtype | None:
-    """Return a dtype of the package ml_dtypes by its name, or None if there is none."""
+    """Return the dtype `name` of the package ml_dtypes, or None if there is no such dtype."""
     try:
         import ml_dtypes
     except ImportError:
@@ -53,8 +53,9 @@ def extended_dtype(name: str) -> np.dtype | None:
 def shared_bits(x) -> np.ndarray | None:
     """Return an array that shares the memory of a bfloat16 or float8 torch tensor, or None.
 
-    The result is None for other dtypes, for a tensor on a device, and for a tensor that requires a
-    gradient, because torch does not share the latter two with NumPy.
+    The result is None for other dtypes. The result is also None for a tensor on a device and for a
+    tensor that requires a gradient, because torch does not share the memory of such tensors with
+    NumPy.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor) or x.requires_grad or not x.is_cpu:

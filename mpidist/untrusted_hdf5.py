@@ -28,8 +28,8 @@ import h5py
 from . import events
 from .errors import ConfigError
 
-#: Published vulnerabilities of HDF5, by which a crafted file overwrites memory of the process, and
-#: the version of HDF5 that mends them.
+#: Published vulnerabilities of HDF5, with which a crafted file can overwrite memory of the process,
+#: and the version of HDF5 that fixes them.
 _HOLES = (
     "CVE-2025-2308",
     "CVE-2025-2309",
@@ -41,7 +41,8 @@ _HOLES = (
 )
 _MENDED = (2, 2, 0)
 
-#: Filters of HDF5 and h5py, and the most bytes that each can unpack from one stored byte.
+#: Filters of HDF5 and h5py, and the largest number of bytes that each can unpack from one stored
+#: byte.
 _FILTERS = {
     h5py.h5z.FILTER_DEFLATE: 1032,
     h5py.h5z.FILTER_SHUFFLE: 1,
@@ -78,8 +79,8 @@ def open_untrusted(path, folder: int | None = None, *, follow: bool = False) -> 
     except OSError as error:
         raise ConfigError(f"{path} cannot be opened: {error.strerror}") from None
     try:
-        # HDF5 gets the descriptor and not the path, so it opens the file that was checked, even if
-        # another file now has that path.
+        # HDF5 gets the descriptor and not the path. So HDF5 opens the file that was checked, even
+        # if another file now has that path.
         return h5py.File(f"/dev/fd/{descriptor}", "r", locking=False)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{path} is not an HDF5 file that can be read: {error}") from None
@@ -144,7 +145,7 @@ def _walk(file: h5py.File, name: str) -> h5py.Dataset:
 
 
 def _ratio(found: h5py.Dataset, name: str, plugins: bool) -> int:
-    """Return the most bytes that the filters of a dataset can decompress from one stored byte.
+    """Return how many bytes the filters of a dataset can make of one stored byte, at most.
 
     Raises ConfigError if a filter is not installed or not allowed.
     """
@@ -154,10 +155,10 @@ def _ratio(found: h5py.Dataset, name: str, plugins: bool) -> int:
         known = _PLUGINS.get(code, "szip" if code == h5py.h5z.FILTER_SZIP else "")
         what = f"dataset {name!r} needs the filter {f'{known} ({code})' if known else code}"
         if code not in _FILTERS and not (plugins and known):
-            raise ConfigError(f"{what}; only those of HDF5 and h5py are used here")
+            raise ConfigError(f"{what}; only filters of HDF5 and h5py are allowed here")
         if not _decodes(code):
-            cure = "pip install hdf5plugin" if known in _PLUGINS.values() else "another HDF5 has it"
-            raise ConfigError(f"{what}, which is not here: {cure}")
+            cure = "pip install hdf5plugin" if known in _PLUGINS.values() else "use another HDF5 build"
+            raise ConfigError(f"{what}, which is not installed: {cure}")
         ratio *= _FILTERS.get(code, _PLUGIN)
     return ratio
 
@@ -184,7 +185,7 @@ def _objection(found: h5py.Dataset, size: int, ratio: int) -> str | None:
     plain = found.dtype.kind in "biufcS" and not h5py.check_enum_dtype(found.dtype)
     if found.shape is None or not plain:
         return f"is of type {found.dtype}"
-    # HDF5 unpacks whole chunks, also the chunks that reach over the end of the array.
+    # HDF5 unpacks whole chunks, even if a chunk extends beyond the end of the array.
     chunks = found.chunks or (1,) * len(found.shape)
     whole = [-(-n // chunk) * chunk for n, chunk in zip(found.shape, chunks, strict=True)]
     declared = prod(whole) * found.id.get_type().get_size()
@@ -192,7 +193,7 @@ def _objection(found: h5py.Dataset, size: int, ratio: int) -> str | None:
     if found.chunks is None and found.id.get_offset() is not None:
         stored = min(stored, size - found.id.get_offset())
     if declared > stored * ratio:
-        return f"declares {declared} bytes, for which the file holds {stored}"
+        return f"declares {declared} bytes, but the file holds only {stored}"
     return None
 
 
@@ -202,8 +203,8 @@ def known_holes() -> str | None:
         return None
     return (
         f"HDF5 {h5py.version.hdf5_version} can be made to overwrite memory by a crafted file "
-        f"({', '.join(_HOLES)}; mended in {'.'.join(map(str, _MENDED))}): open no file from "
-        "strangers before its digest is checked"
+        f"({', '.join(_HOLES)}; fixed in {'.'.join(map(str, _MENDED))}): check the digest "
+        "of a file from an untrusted source before you open it"
     )
 
 

@@ -25,15 +25,15 @@ def allgather(comm, x, *, counts=None, out=None, algorithm="auto"):
     Parameters
     ----------
     x : array
-        This rank's block; dtype and trailing shape are the same on every rank, the length of the
-        first axis may differ.
+        This rank's block. The length of the first axis may differ between ranks; the dtype and the
+        other axes are the same on every rank.
     counts : sequence of int, optional
-        Rows of every rank's block. Without `counts`, each rank sends the number of its rows to the
-        others (8 bytes).
+        The number of rows of each rank's block. Without `counts`, each rank sends the number of its
+        rows to the others (8 bytes).
     out : array, optional
         The array that receives all blocks.
     algorithm : str
-        "auto" (the ring), "ring", "direct", "native".
+        "auto" (which means "ring"), "ring", "direct", "native" (MPI's own).
 
     Raises
     ------

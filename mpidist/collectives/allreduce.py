@@ -47,23 +47,23 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
         The array that receives the result, of the shape and dtype of `x`. If `out` is given, `x`
         does not change.
     algorithm : str
-        "auto" (measured once per size class), "native" (MPI's own), "node" (memory that the ranks
-        of one node share), "single_copy" (the kernel copies between their private memories),
-        "hierarchical" ("node", and lanes between nodes), "ring", "tree", "double_tree",
-        "butterfly", "recursive_doubling", "halving_doubling", "direct", "two_hop", "ordered",
-        "naive".
+        "auto" (the fastest, measured once per size class), "native" (MPI's own), "node" (in memory
+        that the ranks of a node share), "single_copy" (the kernel copies between the private
+        memories of the ranks of a node), "hierarchical" (first inside the nodes, then between
+        them), "ring", "tree", "double_tree", "butterfly", "recursive_doubling", "halving_doubling",
+        "direct", "two_hop", "ordered", "naive".
     weight : float, optional
-        With op="mean": the weight of this rank's array, e.g. its number of samples.
+        With op="mean": the weight of this rank's array, for example its number of samples.
     reproducible : bool
-        Return the same bits for every `algorithm`, MPI library and layout of nodes: the sum over
-        the tree of ranks that ``schedules/fixed_tree.py`` describes. With ``reproducible=True``,
-        `algorithm` is checked but not used.
+        Return the same bits whatever the `algorithm`, the MPI library and the nodes on which the
+        ranks are. The order of additions is then that of ``schedules/fixed_tree.py``. With
+        ``reproducible=True``, `algorithm` is checked but not used.
 
     Raises
     ------
     ConfigError
-        For an unknown op or algorithm, a read-only array, the mean of integers, a weight below 0
-        or not finite (on all ranks), weights that add up to zero.
+        For an unknown op or algorithm, a read-only array, the mean of integers, a weight that is
+        negative or not finite (then on all ranks), and weights that add up to zero.
     MismatchError
         On all ranks, if they differ in shape, dtype, op, algorithm or order of calls.
 
@@ -76,7 +76,7 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
     try:
         target = x if out is None else out
         if weight is None and type(target) is _ndarray and target.flags.writeable:
-            # This is the short path: if a plan exists for these arguments, it runs at once.
+            # This is the fast path: if a plan exists for these arguments, the plan runs at once.
             name = algorithms.chosen(algorithm, True) if reproducible is True else algorithm
             try:
                 run = contexts[comm.handle].quick.get((op, name, x.dtype, x.shape))
@@ -124,7 +124,7 @@ def _prepare(
 
 
 class Handle:
-    """A running nonblocking allreduce with the methods `test`, for progress, and `wait`.
+    """A nonblocking allreduce that is running; `test` makes progress, `wait` waits for the result.
 
     Only the thread that began the operation may call `wait`. Any thread may call `test`, which
     returns False while another thread is in `test`.
@@ -151,7 +151,7 @@ class Handle:
         running.append(self)
 
     def test(self) -> bool:
-        """Make progress; return whether the operation has ended, with a result or an error."""
+        """Make progress; return whether the operation has ended, by a result or by an error."""
         if self.done or self._inside:
             return self.done
         self._inside = True
@@ -235,8 +235,8 @@ def iallreduce(
 class Plan(partial):
     """An allreduce that `md.plan` has prepared; calling the object runs it. Collective.
 
-    The class derives from `functools.partial`, because a call of a partial object takes 40 ns less
-    than a call of a method.
+    The class derives from `functools.partial`, because calling a partial object takes 40 ns less
+    than calling a method.
 
     Attributes
     ----------
@@ -324,14 +324,14 @@ def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> Plan:
             reduce()
             return x
 
-        # `reduce` returns `target` and `run` returns `x`, so if these are the same array, the extra
-        # call of `run` is left out.
+        # `reduce` returns `target`, and `run` returns `x`. If these are the same array, `reduce` is
+        # used without the extra function `run`.
         call = reduce if target is x else run
         return _bound(context, call, made.algorithm, made, made.release)
 
 
 def _target(x, out):
-    """Return the array to reduce in place, which is `x`, or `out` with a copy of `x`."""
+    """Return the array to reduce in place: `x`, or `out` after `x` has been copied into it."""
     x = as_array(x)
     if out is None:
         if not is_writable(x):

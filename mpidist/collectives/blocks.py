@@ -16,7 +16,7 @@ def rows_of(x) -> tuple[int, int]:
 
 
 def deliver(block, like, out, shape):
-    """Return a received block in `out` if given, else in an array of the same library as `like`."""
+    """Return a received block in `out` if given, else in an array of the library of `like`."""
     if out is None:
         if isinstance(like, np.ndarray):
             return block if block.dtype == like.dtype else block.astype(like.dtype)
@@ -37,7 +37,7 @@ def packed(x):
 
 
 class BlockVector:
-    """A vector of which this rank keeps only one block in memory; the root has the whole vector."""
+    """One block of a long vector: this rank keeps only this block, the root keeps the whole."""
 
     def __init__(self, start: int, block: np.ndarray):
         self.start, self.block = start, block

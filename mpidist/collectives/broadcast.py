@@ -31,7 +31,7 @@ def broadcast(comm, x, *, root=0, algorithm="auto"):
     root : int
         The rank whose values all ranks get.
     algorithm : str
-        "auto" (the tree), "tree", "direct", "native".
+        "auto" (which means "tree"), "tree", "direct", "native" (MPI's own).
 
     Raises
     ------

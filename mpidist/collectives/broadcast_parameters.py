@@ -1,7 +1,7 @@
-"""``md.broadcast_parameters``: every rank begins with the root's values of a whole model.
+"""``md.broadcast_parameters``: every rank gets the root's values of a whole model.
 
     description of rank 0:  w (784, 128) float32, b (128,) float32, ...
-    agreement               one small allreduce of its digest; the error names a rank that differs
+    agreement               one small allreduce of the description's digest
     messages                [ b | b2 | scale | ... ]  small tensors packed, up to PACK bytes
                             [ w ]                     large tensors without a copy
 
@@ -41,8 +41,9 @@ def broadcast_parameters(comm, params, *, root=0):
     Parameters
     ----------
     params : mapping of name -> array, or a model
-        NumPy, CuPy or DLPack arrays, on the host or a device. A model is an object with
-        ``parameters`` (and ``state``), or a torch module, of which parameters and buffers are sent.
+        NumPy, CuPy or DLPack arrays, on the host or a device. A model is either an object with the
+        attribute ``parameters`` (and perhaps ``state``), or a torch module, whose parameters and
+        buffers are sent.
     root : int
         The rank whose values all ranks get.
 
@@ -61,7 +62,7 @@ def broadcast_parameters(comm, params, *, root=0):
         found, problem = named_arrays(params)
         for name, x in found:
             if not is_writable(x):
-                problem = f"{name!r} is read-only; pass writable arrays, numpy.array(x) makes one"
+                problem = f"{name!r} is read-only; pass a writable array, such as numpy.array(x)"
         if problem:
             raise ConfigError(problem)
         named.extend(found)

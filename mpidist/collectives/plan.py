@@ -52,13 +52,14 @@ class CachedPlan:
         context = self.context
         number = context.begin(self.signature, self.runs)
         if context.size > 1:
-            # A root that only sends does not wait for other ranks, so it looks here for ranks that
-            # have failed.
+            # A root that only sends does not wait for other ranks. So the root checks here whether
+            # other ranks have failed.
             context.statuses.listen()
             context.statuses.check_raised()
-        # If two ranks both act as root and send, neither waits, so neither notices the mistake.
-        # Each rank therefore keeps a hash of such operations. The ranks compare their hashes in the
-        # next operation in which they wait, and at the end of the job.
+        # If two ranks both act as root and send, neither of the two waits, so neither notices the
+        # mistake. Each rank therefore keeps a hash of all operations that have a root or blocks.
+        # The ranks compare their hashes in the next operation in which they wait, and at the end of
+        # the job.
         context.chain = (context.chain * 0x9E3779B1 + self.key) % (1 << 40)
         self.engine.run(vector, self.key, number)
         context.under_way = False
@@ -101,8 +102,8 @@ class AllreducePlan(CachedPlan):
         self.shape, self.n, self.algorithm = shape, prod(shape), name
         native = name == algorithms.NATIVE
         self._device_safe = name not in algorithms.NODE and device_safe(reduction, native)
-        # This is a copy of the engine's attribute, because a plan may be closed while a `Handle` of
-        # it is still running.
+        # `counters` is a copy of the engine's attribute, because a plan may be closed while a
+        # `Handle` of the plan is still running.
         self.divides = engine is not None and engine.divides and reduction.mean
 
     def __call__(self, x, weight=None, total=None):
@@ -142,11 +143,11 @@ class AllreducePlan(CachedPlan):
             raise
 
     def load(self, x, weight=None, *, in_place: bool, pooled: bool = True):
-        """Return `x` as a 1-D vector of the dtype of additions: a view if `in_place`, else a copy.
+        """Return `x` as a 1-D vector with the dtype in which sums are computed.
 
-        The copy is in C order on every rank, so `x` itself may be in C order on one rank and in
-        Fortran order on another. If `pooled` is true, the memory of the copy comes from a pool of
-        buffers for reuse.
+        The result is a view of `x` if `in_place`, and otherwise a copy. The copy is in C order on
+        every rank, so `x` itself may be in C order on one rank and in Fortran order on another. If
+        `pooled` is true, the memory of the copy comes from a pool of buffers for reuse.
         """
         if in_place:
             work = x.reshape(-1)
@@ -173,7 +174,7 @@ class AllreducePlan(CachedPlan):
         return not is_device(x) or (self._device_safe and mpi_direct(x))
 
     def store(self, x, work, total, *, in_place: bool) -> None:
-        """Copy a run's result to `x`, rounded once to `x`'s dtype; for a mean, divide it first."""
+        """Copy the result `work` to `x`, rounded to the dtype of `x`; a mean is divided first."""
         if not self.divides:
             finish_mean(self.reduction, work, total)
         if in_place:
@@ -193,9 +194,9 @@ def find(context: Context, x, op, algorithm: str, *, agreed: bool = True) -> All
     """Return the cached plan (prepared allreduce) for `x`; collective if the plan must be made.
 
     When the ranks make a plan, they normally check by messages that they run the same operation.
-    With ``agreed=False`` the ranks do not check that they run the same operation. The value
-    ``agreed=False`` is allowed only for algorithms whose messages follow a schedule (a list of
-    steps), because each of these messages identifies the operation.
+    With ``agreed=False`` the ranks leave this check out. The value ``agreed=False`` is allowed only
+    for algorithms whose messages follow a schedule (a list of steps), because the headers of these
+    messages identify the operation.
     """
     dtype = x.dtype if x.dtype.isnative else x.dtype.newbyteorder("=")
     place = ("allreduce", op, algorithm, dtype, x.shape)
@@ -235,9 +236,9 @@ def make_plan(
     """Return a new plan for `x` that is not in the cache (see `find`). Collective.
 
     For the plan of an arena or of gradients, the text `extra` makes the signature (the description
-    of the operation, which the ranks compare) unique. A plan that is not in the cache is freed with
-    its owner (the object that uses the plan), even if nobody closed the owner. The docstring of
-    `AllreducePlan` explains `slots`.
+    of the operation, which the ranks compare) unique. A plan that is not in the cache is freed
+    together with its owner (the object that uses the plan), even if the owner was never closed. The
+    docstring of `AllreducePlan` explains `slots`.
     """
     shape, dtype = x.shape, x.dtype if x.dtype.isnative else x.dtype.newbyteorder("=")
     algorithms.check_name(algorithm, algorithms.ALLREDUCE)

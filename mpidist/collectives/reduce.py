@@ -37,13 +37,13 @@ def reduce(
     out : array, optional
         The array that receives the result, on the root.
     algorithm : str
-        "auto" (the tree), "tree", "direct", "ordered", "native".
+        "auto" (which means "tree"), "tree", "direct", "ordered" (rank order), "native" (MPI's own).
     weight : float, optional
         With op="mean": the weight of this rank's array, as for `allreduce`. Either all ranks
         pass a weight, or none does.
     reproducible : bool
-        Return the bits of ``allreduce(..., reproducible=True)``, whichever rank is the root. With
-        ``reproducible=True``, `algorithm` is checked but not used.
+        Return the same bits as ``allreduce(..., reproducible=True)``, whichever rank is the root.
+        With ``reproducible=True``, `algorithm` is checked but not used.
 
     Raises
     ------
@@ -68,7 +68,7 @@ def reduce(
             np.multiply(work, work.dtype.type(weight), out=work)
             synchronize(work)
         if comm.size == 1:
-            total = None  # no weight: as in `allreduce`, the result on one rank is exact
+            total = None  # no weight: the result on one rank is exact, as in `allreduce`
             context.begin(signature)
         elif name == algorithms.NATIVE:
             buffers = (MPI.IN_PLACE, work) if comm.rank == root else (work, None)

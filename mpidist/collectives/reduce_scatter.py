@@ -34,12 +34,13 @@ def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"
     op : str or ufunc
         As for `allreduce`.
     counts : sequence of int, optional
-        Rows of every rank's block, the same on all ranks, adding up to ``len(x)``; blocks may be
-        empty. By default blocks are as equal as possible, the longer ones first.
+        The number of rows of each rank's block; the sum is ``len(x)``, and blocks may be empty. All
+        ranks pass the same numbers. By default the lengths of blocks differ by at most one row, and
+        the first blocks are the longer ones.
     out : array, optional
         The array that receives this rank's block.
     algorithm : str
-        "auto" (the ring), "ring", "direct", "native".
+        "auto" (which means "ring"), "ring", "direct", "native" (MPI's own).
 
     Raises
     ------

@@ -29,10 +29,10 @@ _MOST_AXES = 64
 
 @tells
 def scatter(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
-    """Give each rank r the block r of the root's array, which is cut along the first axis.
+    """Cut the root's array along the first axis into blocks, and give block r to rank r.
 
     Collective over `comm`. The function returns `out` if given, otherwise a new array. Ranks other
-    than the root may pass None for `x`, because the root sends shape and dtype first (a few
+    than the root may pass None for `x`, because the root first sends the shape and the dtype (a few
     integers).
 
     Parameters
@@ -41,12 +41,12 @@ def scatter(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
         The array to cut, on the root.
     root : int
     counts : sequence of int, optional
-        Rows of every rank's block; only the value that the root passes is used. By default blocks
-        are as equal as possible.
+        The number of rows of each rank's block; only the value that the root passes is used. By
+        default the lengths of blocks differ by at most one row.
     out : array, optional
         The array that receives this rank's block; a device array keeps the block on the device.
     algorithm : str
-        "auto" (direct), "direct", "native".
+        "auto" (which means "direct"), "direct", "native" (MPI's own).
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """``algorithm="auto"``: choose an algorithm once per communicator and size class, by measuring.
 
 Vectors whose bytes round up to the same power of two are in the same size class. The first
-allreduce of a size class measures the candidate algorithms in turn, on this communicator and on a
-vector as long as the user's (up to a limit). The time of a candidate is the time of the slowest
+allreduce of a size class measures the possible algorithms in turn, on this communicator and on a
+vector as long as the user's (up to a limit). The time of an algorithm is the time of the slowest
 rank, so all ranks make the same choice. The table of choices can be printed, stored in a checkpoint
 and restored, so that a resumed run adds in the same order as the run that wrote the checkpoint.
 Choices whose winner was clearly the fastest are stored in a file, for later runs on the same kind
@@ -30,12 +30,12 @@ from .engines.node_barrier import memory_of
 from .engines.reductions import Reduction, native_op
 from .schedules import algorithms
 
-#: Seconds that the measurement of one size class may take, and the least and the greatest number of
-#: its rounds.
+#: Seconds that the measurement of one size class may take; the smallest and the largest number of
+#: rounds of this measurement.
 BUDGET, LEAST_ROUNDS, ROUNDS = 0.1, 5, 41
 
-#: Seconds of the calls that are timed together. The calls must take long compared with the barrier
-#: before them.
+#: Several calls are timed together, and should take this many seconds together, which is long
+#: compared with the barrier before them.
 TIMING, MOST_CALLS = 300e-6, 200
 
 #: Two algorithms count as equally fast if their times differ by less than this factor. Among
@@ -75,9 +75,9 @@ def table_fingerprint(table: dict[str, dict]) -> str:
 def restore(comm: MPI.Comm, saved: dict[str, dict], origin: str = "checkpoint") -> None:
     """Restore the chosen algorithms from a result of `table`. Every rank must pass the same table.
 
-    Choices that were measured with another number of ranks are ignored. For the size classes of
-    ignored choices, the algorithms are measured again. The other choices get the value `origin`
-    under the key ``from``.
+    Choices that were measured with another number of ranks are ignored, and the algorithms of these
+    size classes are measured again. The other choices get the value `origin` under the key
+    ``from``.
     """
     context = of(comm)
     for key, entry in saved.items():
@@ -146,7 +146,8 @@ def choose(context: Context, signature: Signature, reduction: Reduction, shape, 
         name = chosen[key]["algorithm"] if key in chosen else None
         return name is not None and (name in names or name not in algorithms.NODE)
 
-    # A table that a restore or a death has left is used at once, without a look at the file.
+    # If a restore, or the death of a rank, has left a table, this table is used, and the file is
+    # not read.
     if known():
         return chosen[key]["algorithm"]
     cache = remembered(context.comm)
@@ -184,7 +185,7 @@ def remembered(comm: MPI.Comm) -> selection_cache.Remembered:
             }
             facts = selection_cache.facts_of(node_of, mpi)
             cache = selection_cache.Remembered(facts, folder)
-            # If the job is started again, it must make the same choices, so it measures nothing
+            # A job that is started again must make the same choices, so it measures no algorithm
             # again.
             job = job_folder() if folder else None
             attempts = selection_cache.Remembered(facts, job, all_choices=True)
@@ -212,7 +213,8 @@ def _measure(context: Context, signature: Signature, reduction, n: int, make, na
     probe = signature._replace(kind="selection", shape=f"({n})")
     plans = [make(context, probe, reduction, (n,), name) for name in names]
     data = np.zeros(n, reduction.work)
-    # Engines for short vectors are bound to the vector before they are timed, as in `md.plan`.
+    # An engine for short vectors has a method `bind`, which returns a faster function for one
+    # vector; that function is timed, because `md.plan` uses it.
     runs = [partial(p, data) if p.short is None else p.short.bind(data) for p in plans]
     for run in runs:
         run()  # the first run opens connections and allocates pages
@@ -224,8 +226,8 @@ def _measure(context: Context, signature: Signature, reduction, n: int, make, na
     seconds = _rounds(context, runs, calls, rounds)
     for plan in plans:
         plan.close()
-    # The lower quartile is used, because other programs on the machine can only make a round
-    # longer.
+    # The lower quartile is used instead of the mean, because other programs on the machine can only
+    # make a round longer.
     typical = np.quantile(seconds, 0.25, axis=0)
     best = _fastest(names, typical)
     return {
@@ -236,7 +238,7 @@ def _measure(context: Context, signature: Signature, reduction, n: int, make, na
 
 
 def _fastest(names, typical: np.ndarray) -> int:
-    """Return the index of the fastest of `names`, or of a preferred one that is nearly as fast."""
+    """Return the index of the fastest algorithm, or of a preferred one that is nearly as fast."""
     best = int(typical.argmin())
     for other in _BEFORE.get(names[best], ("native",)):
         if other in names and typical[names.index(other)] <= _TIE * typical[best]:

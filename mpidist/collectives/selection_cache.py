@@ -1,17 +1,18 @@
 """The measurements of ``algorithm="auto"``, in one file for each kind of machine and launch.
 
-The name of the file is a fingerprint of everything that decides which algorithm is the fastest:
-versions (also of mpidist's code), the MPI library and its tuning, the thread level, the number of
-ranks on each node, the processor, the network. Another cluster, or a launch with another number of
-ranks, therefore has another file.
+The name of the file is a digest of everything that decides which algorithm is the fastest: the
+versions of the software (also of mpidist's code), the MPI library and its settings, the thread
+level, the number of ranks on each node, the processor, and the network. On another cluster, or with
+another number of ranks, the file therefore has another name.
 
 A choice from a noisy measurement may be wrong, and must not be used in all later runs. A choice is
-stored only if the second-best algorithm took at least `MARGIN` times as long, the best one won most
-rounds, and no other program worked on the machine (`busy`). A choice that is not stored is measured
-in every run, and a stored choice is measured again after `DAYS` days. When `mpidist launch` starts
-a job again after a failure, the job must choose the same algorithms as before. All choices of a job
-that `mpidist launch` runs are therefore stored in the folder of the job. Only rank 0 reads and
-writes the file of choices. A file of choices that cannot be read or written is not an error.
+stored only if the second-best algorithm took at least `MARGIN` times as long as the best one, if
+the best one was the fastest in most rounds, and if no other program was running on the machine
+(`busy`). A choice that is not stored is measured in every run, and a stored choice is measured
+again after `DAYS` days. When `mpidist launch` starts a job again after a failure, the job must
+choose the same algorithms as before. For a job that `mpidist launch` runs, all choices are
+therefore stored in the folder of the job. Only rank 0 reads and writes the file of choices. A file
+of choices that cannot be read or written is not an error.
 """
 
 from __future__ import annotations
@@ -106,9 +107,9 @@ def fingerprint(facts: dict) -> str:
 
 
 def facts_of(node_of: Sequence[int], mpi: Mapping[str, object]) -> dict:
-    """Return a description of all that decides which algorithm is fastest on these nodes.
+    """Return a description of all facts that decide which algorithm is fastest on these nodes.
 
-    `node_of` maps each rank to its node; `mpi` describes the MPI library and its tuning.
+    `node_of` maps each rank to its node; `mpi` describes the MPI library and its settings.
     """
     return {
         "mpidist": __version__,

@@ -1,1 +1,1 @@
-"""The test whether MPI can move device memory: ``python -m mpidist.gpu_direct``."""
+"""Test whether MPI can send and receive device memory: ``python -m mpidist.gpu_direct``."""

@@ -1,7 +1,7 @@
-"""Prove that this MPI can move device memory: ``mpiexec -n 2 python -m mpidist.gpu_direct``.
+"""Test whether MPI can send device memory: ``mpiexec -n 2 python -m mpidist.gpu_direct``.
 
-An MPI that cannot move device memory may end the process or deliver wrong bytes, and raises no
-error. Therefore this test runs in a job of its own. The job first removes the result file of an
+An MPI library that cannot send device memory raises no error: it ends the process or delivers wrong
+bytes. Therefore this test runs in a job of its own. The job first removes the result file of an
 earlier test. Then the job runs the operations that mpidist uses on device arrays of several sizes.
 At its end the job writes a new result file for this host, MPI, cupy and driver, which says whether
 every value was right. `arrays.mpi_direct` reads this file.
@@ -60,7 +60,7 @@ def main() -> int:
     try:
         if comm.size < 2:
             raise ConfigError(
-                "mpidist.gpu_direct: one rank proves nothing; start it with mpiexec -n 2"
+                "mpidist.gpu_direct: the test needs two ranks; start it with mpiexec -n 2"
             )
         arrays.load_cupy()
     except ConfigError as error:
@@ -69,7 +69,7 @@ def main() -> int:
         return error.exit_code
     path = arrays.proof_path()
     path.unlink(missing_ok=True)
-    comm.Barrier()  # else a slow rank could remove the new file of a faster rank
+    comm.Barrier()  # otherwise a slow rank could remove the new file of a fast rank
     wrong = sorted({what for each in comm.allgather(probe(comm)) for what in each})
     path.parent.mkdir(parents=True, exist_ok=True)
     # All ranks of a host write the same text, each to a temporary file. The file is then renamed,

@@ -74,7 +74,7 @@ def test_a_filter_that_is_not_here(path, plugin):
     with pytest.raises(ConfigError) as caught:
         data.HDF5(path, ["inputs", "labels"])
     assert (
-        "dataset 'inputs' needs the filter zstd (32015), which is not here: pip install hdf5plugin"
+        "dataset 'inputs' needs the filter zstd (32015), which is not installed: pip install hdf5plugin"
         in str(caught.value)
     )
     assert "\n" not in str(caught.value)
@@ -86,7 +86,7 @@ def test_a_filter_of_hdf5plugin(path, plugin):
     plugin()
     with (
         untrusted_hdf5.open_untrusted(path) as file,
-        pytest.raises(ConfigError, match="only those of HDF5"),
+        pytest.raises(ConfigError, match="only filters of HDF5"),
     ):
         untrusted_hdf5.checked_dataset(file, "inputs")
     assert "hdf5plugin" not in sys.modules
@@ -101,7 +101,7 @@ def test_szip_that_was_not_built(path, monkeypatch):
         file.create_dataset("x", data=VALUES, compression="szip")
     monkeypatch.setattr(h5py.h5z, "get_filter_info", lambda code: 1)
     with pytest.raises(
-        ConfigError, match=r"needs the filter szip \(4\), which is not here: another"
+        ConfigError, match=r"needs the filter szip \(4\), which is not installed: use another"
     ):
         data.HDF5(path, ["x"])
 

@@ -173,14 +173,14 @@ ATTACKS = {
     "another filter": (
         lambda file, _: plugin_dataset(file),
         "x",
-        r"needs the filter zstd \(32015\); only those of HDF5 and h5py are used here",
+        r"needs the filter zstd \(32015\); only filters of HDF5 and h5py are allowed here",
     ),
     "scaled integers": (
         lambda file, _: file.create_dataset("x", data=VALUES.astype("i4"), scaleoffset=5),
         "x",
         "needs the filter 6; only those",
     ),
-    "35 TB": (terabytes, "x", "declares 35000000000000 bytes, for which the file holds 0"),
+    "35 TB": (terabytes, "x", "declares 35000000000000 bytes, but the file holds only 0"),
     "35 TB in chunks": (terabytes_in_chunks, "x", "declares 35000000000000 bytes"),
     "one chunk of many": (one_chunk_of_many, "x", "declares 800000000 bytes"),
     "lzf of much": (lzf_of_much, "x", "declares 8000000 bytes"),
