@@ -157,7 +157,7 @@ def _ratio(found: h5py.Dataset, name: str, plugins: bool) -> int:
         if code not in _FILTERS and not (plugins and known):
             raise ConfigError(f"{what}; only filters of HDF5 and h5py are allowed here")
         if not _decodes(code):
-            cure = "pip install hdf5plugin" if known in _PLUGINS.values() else "use another HDF5 build"
+            cure = "pip install hdf5plugin" if known in _PLUGINS.values() else "use another HDF5"
             raise ConfigError(f"{what}, which is not installed: {cure}")
         ratio *= _FILTERS.get(code, _PLUGIN)
     return ratio

@@ -74,8 +74,8 @@ def test_a_filter_that_is_not_here(path, plugin):
     with pytest.raises(ConfigError) as caught:
         data.HDF5(path, ["inputs", "labels"])
     assert (
-        "dataset 'inputs' needs the filter zstd (32015), which is not installed: pip install hdf5plugin"
-        in str(caught.value)
+        "dataset 'inputs' needs the filter zstd (32015), which is not installed: "
+        "pip install hdf5plugin" in str(caught.value)
     )
     assert "\n" not in str(caught.value)
     assert len(data.HDF5(path, ["labels"])) == 500, "what needs no filter is read"

@@ -178,7 +178,7 @@ ATTACKS = {
     "scaled integers": (
         lambda file, _: file.create_dataset("x", data=VALUES.astype("i4"), scaleoffset=5),
         "x",
-        "needs the filter 6; only those",
+        "needs the filter 6; only filters",
     ),
     "35 TB": (terabytes, "x", "declares 35000000000000 bytes, but the file holds only 0"),
     "35 TB in chunks": (terabytes_in_chunks, "x", "declares 35000000000000 bytes"),

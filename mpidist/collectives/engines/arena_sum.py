@@ -12,7 +12,8 @@ from . import programs
 from .node_barrier import memory_of
 from .reductions import resolve
 
-#: Shorter vectors are copied into the node's small slots, which needs one barrier instead of two.
+#: Vectors of fewer bytes are copied into small shared buffers of the node, because this needs one
+#: barrier instead of two.
 SMALL_BYTES = 8 << 10
 
 
@@ -24,8 +25,8 @@ def plans_of(context: Context, arena: Arena, op, algorithm: str) -> list[Allredu
     The label of the arena is part of each operation's signature, the description that all ranks
     compare. If some ranks reduce one arena and others reduce another arena or an array, all ranks
     raise an error. A long vector of the arena is summed in place, in the arena's shared memory. A
-    short vector, or a vector of half precision, is reduced like an ordinary array outside shared
-    memory.
+    short vector, or a vector of half precision, is reduced in the same way as an array outside
+    shared memory.
     """
     if (op, algorithm) in arena.plans:
         return arena.plans[op, algorithm]

@@ -10,18 +10,18 @@ algorithms handles n/2 elements:
     single_copy   a copy by the kernel, a sum, a copy back by it    2 syncs
 
 The algorithm ``node`` copies the input through shared buffers, and needs fewer system calls than
-``single_copy``. However, in ``node`` the data moves between the cores of two ranks twice more than
-in ``single_copy``. If the cores of two ranks share no cache, ``single_copy`` is therefore faster,
-because it reads the vectors of other ranks directly.
+``single_copy``. However, in ``node`` the data moves between the cores of two ranks two times more
+often than in ``single_copy``. If the cores of two ranks share no cache, ``single_copy`` is
+therefore faster, because it reads the vectors of other ranks directly.
 
-Each rank writes the address of its vector next to its counter in the node's barrier, beside the key
-that identifies the operation. The first barrier of the operation makes the address and the key
-visible to all ranks, and no rank writes its next address before all ranks have reached the last
-barrier of the operation. Each element of the vector has one owner, the rank that computes its sum.
-In ``node``, owners write their sums into the other ranks' vectors only after a barrier that each
-rank reaches when it has copied its whole input, so no input is overwritten too early. In
-``single_copy``, only the owner of an element reads and writes this element, in the vectors of all
-ranks.
+Each rank writes the address of its vector into the shared memory of the node's barrier, next to the
+rank's counter and to the key that identifies the operation. The first barrier of the operation
+makes the address and the key visible to all ranks, and no rank writes its next address before all
+ranks have reached the last barrier of the operation. Each element of the vector has one owner, the
+rank that computes its sum. In ``node``, owners write their sums into the other ranks' vectors only
+after a barrier that each rank reaches when it has copied its whole input, so no input is
+overwritten too early. In ``single_copy``, only the owner of an element reads and writes this
+element, in the vectors of all ranks.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from ..schedules.schedule import COPY, FINISH, REDUCE, Step, intervals, length
 from .node_barrier import ADDRESS, LINE, NodeBarrier, NodeProgram
 from .reductions import Reduction
 
-#: If private vectors have more bytes, the kernel writes the results into them. Shorter vectors are
-#: copied in and out through shared buffers, because a system call takes about 4 us. Measured at 2
-#: ranks: with pages of 4 KiB, both ways are equally fast from 2 MiB on; with huge pages, the kernel
-#: is faster by a fifth from 1 MiB on.
+#: If private vectors have more bytes than this, the kernel writes the results into them. Shorter
+#: vectors are copied in and out through shared buffers, because a system call takes about 4 us.
+#: Measured at 2 ranks: with pages of 4 KiB, both ways are equally fast from 2 MiB on; with huge
+#: pages, the kernel is faster by a fifth from 1 MiB on.
 REACHED_BYTES = 512 << 10
-#: If private vectors have more bytes, the algorithm "node" runs `single_copy` instead. Measured at
-#: 2 ranks: `single_copy` is slower by up to a sixth if the two cores share a cache, and twice as
-#: fast if they do not.
+#: If private vectors have more bytes than this, the algorithm "node" runs `single_copy` instead.
+#: Measured at 2 ranks: `single_copy` is slower by up to a sixth if the two cores share a cache, and
+#: twice as fast if they do not.
 WHOLE_BYTES = 2 << 20
 #: Bytes that `single_copy` reads in one system call: few enough to stay in the cache until they are
 #: added.
@@ -53,8 +53,8 @@ class CrossProgram(NodeProgram):
     """An engine that runs the steps of `node.in_place_allreduce` or `node.in_place_allgather`.
 
     In these steps, positions ``[r n, (r + 1) n)`` mean the n elements of the vector of local rank
-    r. A rank whose vector the Linux kernel cannot read or write shows the address 0 to the others,
-    and all ranks then run the engine `staged` instead.
+    r. If the Linux kernel cannot read or write the vector of a rank, this rank writes the address
+    0, and all ranks then run the engine `staged` instead.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class CrossProgram(NodeProgram):
 
     def prepare(self, x: np.ndarray) -> None:
         """Write the address of `x` where other ranks read it; called before the first barrier."""
-        # The other ranks write into `x`, so `x` must stay allocated, also after an exception.
+        # The other ranks write into `x`, so `x` must stay allocated, even after an exception.
         self._held = x
         address = x.ctypes.data
         if address != self._seen:
@@ -118,8 +118,8 @@ class CrossProgram(NodeProgram):
                 try:
                     self._compute(gate, steps, work, divisor)
                 except MpidistError as error:
-                    # The other ranks wait for this rank at a barrier. If this rank went on to the
-                    # next barrier, they would return an incomplete result.
+                    # The other ranks wait for this rank at a barrier. If this rank marked its
+                    # arrival at the barrier, the other ranks would return an incomplete result.
                     gate.context.statuses.fail(str(error))
         else:
             self.staged.run(work, None, 0, divisor)

@@ -8,8 +8,8 @@ The MPI tag of a message is the number of its operation. The first message of an
 rank to another begins with a header (`heading`), which shows to which operation the message
 belongs. A short first message is sent together with its header; before a longer one, the header is
 sent alone. A rank receives nothing more from a peer before it has checked the peer's header.
-Without the check of headers, a long message of another operation could match a receive that is too
-short for it, and some MPI libraries would crash. Headers are not included in the counts of messages
+Without this check, a long message of another operation could match a receive that is too short for
+the message, and some MPI libraries would crash. Headers are not included in the counts of messages
 and bytes.
 """
 
@@ -44,16 +44,15 @@ from ..schedules.schedule import (
     without_empty,
 )
 
-#: The longest message in bytes, so that counts stay far below 2^31, the limit of many MPI
-#: libraries. Tests lower this number.
+#: The largest number of bytes of a message. The limit keeps element counts far below 2^31, the
+#: limit of many MPI libraries. Tests set a smaller number.
 MAX_MESSAGE = 1 << 30
 #: A first message of at most this many bytes is copied into one buffer with its header. On one
-#: node, a copy of 16 KiB takes as long as a second message, and data of a device must be packed on
-#: the host.
+#: node, a copy of 16 KiB takes as long as sending a second message.
 PACKED_BYTES = 2048
 
-#: Scratch memory of at most this many bytes is newly allocated, which is quicker than to take it
-#: from the buffer pool.
+#: Scratch memory of at most this many bytes is newly allocated, because this is quicker than taking
+#: a buffer from the buffer pool.
 POOLED_BYTES = 65536
 
 #: Seconds that a rank waits for its messages to end after an exception, before the caller may
@@ -79,11 +78,9 @@ def heading(context, key: int) -> bytes:
 
 
 def hear_first(context) -> None:
-    """If another rank has reported an error, raise it; called before an operation begins.
-
-    A rank that stops an operation because of an error keeps the buffers of its messages for `GRACE`
-    seconds only, so a rank that begins the operation later than that must not receive these
-    messages.
+    """If another rank has reported an error, raise it; called before an operation begins. that
+    stops an operation because of an error keeps the buffers of its messages for `GRACE` seconds
+    only, so a rank that begins the operation later than that must not receive these messages.
     """
     now = time.monotonic()
     if context.size > 1 and now - context.heard > GRACE / 2:

@@ -2,7 +2,7 @@
 
 If each node has one rank, a bucket is summed by an `iallreduce`. If nodes have several ranks, a
 bucket is summed by the algorithm `hierarchical`, in three stages. Two barriers between the ranks of
-a node (the ready line and the done line) separate the stages:
+a node, which are called the ready line and the done line, separate the stages:
 
     ready line   all ranks of the node have written the bucket -> owner adds its part of the slots
     lane         that part crosses the wire                    -> owner copies it into all slots
@@ -101,7 +101,8 @@ class LaneBucket:
             raise
 
     def break_off(self, error: BaseException, sequence: int | None = None) -> None:
-        """Make all ranks of the node stop at the bucket's next barrier, and send them `error`."""
+        """Make all ranks of the node stop at the bucket's next barrier, and send `error` to
+        them."""
         mine = self.lines[self.mine]
         for line in (self.line, self.line + 8):
             mine[line] = min(mine[line], ~mine[line])  # a second call changes nothing

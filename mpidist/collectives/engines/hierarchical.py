@@ -1,6 +1,6 @@
 """Allreduce over nodes of several ranks: a node adds its ranks' vectors and sends only the sum.
 
-    2 nodes of 2 ranks; each node's ranks first cut the sum of their node in lanes:
+    2 nodes with the ranks 0 1 | 2 3; a0 and a1 are the vectors of ranks 0 and 1:
       node reduce-scatter    rank 0: a0+a1 of part 0    rank 1: a0+a1 of part 1      (memory)
       lane exchange          0 <-> 2 with part 0        1 <-> 3 with part 1          (wire, at once)
       node allgather         all ranks of a node copy the finished parts             (memory)
@@ -48,13 +48,13 @@ def lane_steps(
 ) -> list[Step]:
     """Return the steps of an allreduce of `n` elements in a lane, a group of one rank per node."""
     name = name or ("ring" if n * itemsize > RING_BYTES else "butterfly")
-    peers = [*peers_of(topology, lane), -1]  # the last one for steps that have no peer
+    peers = [*peers_of(topology, lane), -1]  # peers[-1] is for steps that have no peer
     steps = algorithms.ALLREDUCE[name](topology.nodes, topology.node, n, itemsize)
     return [Step(round, kind, peers[peer], *spans) for round, kind, peer, *spans in steps]
 
 
 def total_of(*programs) -> Counters:
-    """Return the sums of the message and byte counts of the engines `programs`; None is skipped."""
+    """Return the summed message and byte counts of the engines in `programs`; skip each None."""
     total = Counters()
     for program in filter(None, programs):
         total.add(program.counters)

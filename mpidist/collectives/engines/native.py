@@ -37,8 +37,8 @@ from .reductions import Reduction, finish_mean, native_op
 #: faster than the persistent call.
 STAGED_BYTES = 2048
 
-#: How often a short reduction is tested before the wait that gives the core away begins, because
-#: the setup of that wait takes longer than a test.
+#: How many times a short reduction is tested before the rank begins a wait in which other processes
+#: can use the core. The setup of such a wait takes longer than a test.
 SPINS = 64
 
 #: Seconds that a rank with an exception waits in a handshake for other ranks that may still begin
@@ -89,7 +89,7 @@ class _Nonblocking:
 
 
 def persistent_allreduce(comm: MPI.Comm, source: np.ndarray, result: np.ndarray, op: MPI.Op):
-    """Return a request with Start and Test that reduces `source` into `result`. Collective."""
+    """Return an object with `Start` and `Test` that reduces `source` into `result`. Collective."""
     datatype = MPI.Datatype.fromcode(source.dtype.char)
     arguments = ([source, source.size, datatype], [result, result.size, datatype], op)
     try:
@@ -171,7 +171,7 @@ def _hot_paths(context: Context, signature: Signature, reduction: Reduction, sha
         return x
 
     def bind(x: np.ndarray):
-        flags = x.flags  # a memoryview needs aligned memory
+        flags = x.flags  # `memoryview` needs aligned memory
         plain = flags.c_contiguous and flags.aligned and x.dtype == dtype and x.size
         if not plain or mean:
             return lambda: run(x)  # a partial would take an argument as a divisor

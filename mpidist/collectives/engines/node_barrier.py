@@ -10,12 +10,12 @@ A rank that stops an operation because of an error never arrives at the next bar
 has stopped marks its counter in the barrier as failed, so that no other rank passes the barrier and
 returns an incomplete sum.
 
-Order of memory. A rank writes data, then its counter; another rank reads the counter, then the
-data. The processor must not reorder the two writes (data before counter) or the two reads (counter
-before data). x86 processors keep stores in order and loads in order (TSO), the streaming copies of
-the kernel and the C library end in a fence, and an aligned 8-byte write is atomic. On x86, the
-counters therefore need no fence instructions. Other processors may reorder the writes or the reads,
-so on them an MPI barrier, whose messages order memory accesses, replaces the counters.
+Memory order: a rank writes first its data and then its counter, and another rank reads first the
+counter and then the data. The processor must not reorder the two writes or the two reads. x86
+processors keep stores in order and loads in order (TSO), the streaming copies of the kernel and the
+C library end in a fence, and an aligned 8-byte write is atomic. On x86, the counters therefore need
+no fence instructions. Other processors may reorder the writes or the reads, so on them an MPI
+barrier, whose messages order memory accesses, replaces the counters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from ..schedules.node import FEW_RANKS, FLAT_BYTES, staging_bytes
 from ..schedules.schedule import COPY, REDUCE, Step, intervals, length
 from .executor import Engine
 
-#: How often the counters are read before the wait that gives the core away begins.
+#: How many times the counters are read before the rank begins a wait in which other processes can
+#: use the core.
 SPINS = 200
 
 ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686")
@@ -49,7 +50,7 @@ LINE = 8  # int64 per cache line
 KEYS, ADDRESS = 1, 3
 _PAGE = 4096
 
-#: Seconds that other ranks wait for the error text of a rank that broke an operation off.
+#: Seconds that other ranks wait for the error text of a rank that has stopped an operation.
 HEARSAY = 5.0
 
 
@@ -141,8 +142,8 @@ class NodeBarrier:
         test = self.topology.intra_comm.Ibarrier().Test
 
         def passed() -> bool:
-            # The wait for the barrier would never end if another rank has left the operation before
-            # this barrier.
+            # If another rank has left the operation before this barrier, a wait for the barrier
+            # would never end.
             return test() or (least(self.counters) < 0 and self.arrived(count) and test())
 
         self.context.wait(passed)
@@ -200,7 +201,8 @@ class NodeMemory:
             self.reason = str(error)
         comm: Any = context.comm
         group = comm.membership if getattr(comm, "places", None) else None
-        # Before a death these ranks have proved already that they reach each other.
+        # Before a rank died, the living ranks have already tested that they can use each other's
+        # memory.
         proved = group.cross if group and self.topology.nodes == 1 else None
         failed = np.array([self.reason is not None, not proved], np.int64)
         context.wait(context.control.Iallreduce(MPI.IN_PLACE, failed, MPI.SUM).Test)
@@ -252,7 +254,7 @@ class NodeProgram(Engine):
         self.gate = gate
 
     def prepare(self, x: np.ndarray) -> None:
-        """Tell the other ranks where `x` is, if they read or write `x` themselves.
+        """Write the address of `x` for the other ranks, if they read or write `x` themselves.
 
         Called before the first barrier of each operation.
         """

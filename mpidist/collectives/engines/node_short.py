@@ -1,12 +1,12 @@
-"""Allreduce of short vectors in a node: ranks copy them to shared memory; each rank adds all.
+"""Allreduce of short vectors in a node: each rank copies its vector to shared memory, adds all.
 
 The steps of this allreduce are those of the schedule `node.flat`. This module does not use a
 general engine for schedules, because for short vectors one Python function call costs as much as
 the addition. Each rank has a slot in shared memory for its vector. There are two sets of slots,
-with one slot (a buffer) per rank, and successive allreduces use the two sets in turn. A rank that
-fills its slot in one allreduce does not overwrite it before the second allreduce after that. When a
-rank overwrites a slot, all ranks have read the slot's old contents, because they have reached the
-barrier of an allreduce in between.
+with one slot (a buffer) per rank, and successive allreduces use the two sets in turn. So a rank
+uses the same slot again only in every second allreduce. When a rank overwrites its slot, all ranks
+have read the slot's old contents, because they have reached the barrier of the allreduce in
+between.
 
 On nodes of more than `node.FEW_RANKS` ranks, one NumPy call reads the barrier counters of all
 ranks. On these large nodes, a second NumPy call compares the numbers that identify the ranks'

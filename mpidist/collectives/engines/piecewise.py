@@ -126,8 +126,7 @@ class PieceSum:
     def add(self, vector, weight: float = 1.0) -> None:
         """Add ``weight * vector`` as the next piece (summand) of this rank.
 
-        The caller may change `vector` after the call. If `vector` is None, a vector of zeros is
-        added.
+        The caller may change `vector` after the call. If `vector` is None, zeros are added.
         """
         self._take(1)
         row = self.rows[len(self._stack)]
@@ -158,9 +157,11 @@ class PieceSum:
             self._join((start, stop))
 
     def add_node(self, node: tuple[int, int], vector) -> None:
-        """Add the sum of a tree node, in place of its pieces ``node[0]`` up to ``node[1]``.
+        """Add `vector`, the sum of the pieces ``node[0]`` to ``node[1] - 1``, instead of these
+        pieces.
 
-        These must be the next pieces of this rank. The caller may change `vector` after the call.
+        `node` must be a node of the tree, and its pieces must be the next pieces of this rank. The
+        caller may change `vector` after the call.
         """
         self._take(node[1] - node[0])
         copy_into(self.rows[len(self._stack)], vector)
@@ -183,7 +184,7 @@ class PieceSum:
     def prepare(self) -> None:
         """Prepare the messages of the sum, so that `begin` waits for nobody. Collective.
 
-        Only for host arrays on several nodes, and without votes; otherwise nothing is done.
+        The method does nothing for device arrays, on a single node, or with votes.
         """
         sent = self.context.size > 1 and self._plan is None and isinstance(self.rows, np.ndarray)
         if sent and not self.votes and self.n:
@@ -193,7 +194,8 @@ class PieceSum:
     def begin(self) -> None:
         """Begin to send the sums of this rank, which has added all its pieces. Collective.
 
-        `finish` then only waits for the total. Without `prepare`, nothing is done before `finish`.
+        `finish` then only waits for the total. If `prepare` was not called, `begin` does nothing,
+        and `finish` does all the work.
         """
         if self._ahead is not None:
             with self.context.call("piece_sum"):

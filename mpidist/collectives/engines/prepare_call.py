@@ -18,8 +18,8 @@ from ..schedules import algorithms
 from .executor import Program
 from .reductions import Reduction, device_safe
 
-#: An error about differing counts shows the counts if there are at most this many; otherwise it
-#: shows a digest.
+#: An error about differing counts shows the counts if there are at most this many, and otherwise a
+#: digest of the counts.
 _SHOWN = 32
 
 
@@ -41,7 +41,8 @@ def prepared(
     **root)``, in which `problem` is the length of the vector, or a list of the lengths of its
     blocks.
     """
-    # Signatures compare the names of ufuncs, and two ufuncs may have the same name.
+    # Ranks compare the names of ufuncs, but two ufuncs may have the same name, so the key has the
+    # ufunc itself.
     key = (signature, ufunc)
     plan = context.plans.get(key)
     if plan is None:
@@ -93,8 +94,8 @@ def block_lengths(context: Context, signature: Signature, counts, mine: int) -> 
 def check_counts(counts, total: int | None, size: int) -> np.ndarray:
     """Return `counts` as int64; raise ConfigError unless they are `size` valid lengths.
 
-    The counts must add up to `total` if that is given. If `counts` is None, return the lengths of
-    blocks of `total` rows that are as equal as possible.
+    If `total` is not None, the counts must add up to `total`. If `counts` is None, return the
+    lengths of blocks of `total` rows that are as equal as possible.
     """
     if counts is None and total is not None:
         return np.array(BlockPartition(total, size).counts(), np.int64)

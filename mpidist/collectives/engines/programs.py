@@ -31,8 +31,8 @@ def settle(context: Context, name: str) -> str:
     """Return the algorithm that really runs if the user asks for `name` on these ranks. Collective.
 
     If the ranks cannot share memory, for example because /dev/shm is too small, the butterfly
-    replaces each algorithm that needs shared memory, and this is logged. Raises ConfigError for an
-    algorithm that works inside one node only, if the ranks are on several nodes.
+    replaces each algorithm that needs shared memory, and an event in the log says so. Raises
+    ConfigError for an algorithm that works inside one node only, if the ranks are on several nodes.
     """
     if name not in algorithms.NODE or context.size == 1:
         return name
@@ -52,7 +52,7 @@ def settle(context: Context, name: str) -> str:
 def make_engine(
     context: Context, signature: Signature, reduction: Reduction, shape, name: str, slots=None
 ):
-    """Return the engine of `name`: (engine for short vectors, None) or (None, other). Collective.
+    """Return the engine for algorithm `name`: (short engine, None) or (None, engine). Collective.
 
     If there is only one rank, both returned values are None. If the vector is in an arena (shared
     memory), `slots` is the list of the vectors of all local ranks.

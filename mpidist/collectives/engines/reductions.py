@@ -31,7 +31,8 @@ OPERATIONS: dict[str, np.ufunc] = {
     "prod": np.multiply,
 }
 
-#: MPI's operations that have a name in `OPERATIONS`, and those that have a ufunc in NumPy.
+#: MPI's operations that have a name in `OPERATIONS`, and MPI's operations that have a ufunc in
+#: NumPy.
 _SAME = ((MPI.SUM, "sum"), (MPI.PROD, "prod"), (MPI.MIN, "min"), (MPI.MAX, "max"))
 _IN_NUMPY = (
     (MPI.LAND, "LAND", "logical_and"), (MPI.BAND, "BAND", "bitwise_and"),
@@ -91,7 +92,7 @@ def _expected() -> str:
 
 
 def resolve(op, dtype: np.dtype) -> Reduction:
-    """Return the `Reduction` for `op` on elements of `dtype`; ConfigError if there is none."""
+    """Return the `Reduction` for `op` on elements of `dtype`; ConfigError if it is impossible."""
     op = known(op)
     if isinstance(op, np.ufunc):
         return _resolve_ufunc(op, dtype)

@@ -6,7 +6,7 @@ module copies the pieces of neighbouring ranks in one NumPy call: it treats both
 shared buffer as matrices with a row for each rank that owns a part. Because one NumPy call copies
 many pieces, a node of 256 ranks needs no more calls than a node of 17.
 
-    vector   | part 0 | part 1 | part 2 | ...     two matrices: the first n % lanes parts are
+    vector   | part 0 | part 1 | part 2 | ...     two matrices, as the first n % lanes parts are
     matrix     row 0    row 1    row 2            one element longer than the others
     piece t    [:, t * piece : (t + 1) * piece]
 
@@ -87,7 +87,8 @@ class StagedProgram(NodeProgram):
         self._rounds = [self._make_round(k, self.piece, self.piece) for k in (0, 1)]
         rest = self._full * self.piece
         self._rounds.append(self._make_round(self._full % 2, short + 1 - rest, short - rest))
-        # A function, not a method of `self`: Python frees the memory of a cycle much later.
+        # This is a function and not a method of `self`, because a method would make a reference
+        # cycle, whose memory Python frees much later.
         self._run: Callable = getattr(StagedProgram, f"_{form}")
         own = short + (rank < longer) if rank < lanes else 0
         staged, added = (0, 0) if form == ALLGATHER else (n - own, own * (size - 1))
@@ -105,8 +106,8 @@ class StagedProgram(NodeProgram):
             first, stop, _ = self._matrices[matrix]
             if length <= 0 or first == stop:
                 continue
-            # An owner has no row for its own pieces, so in the rows of a lower owner this rank's
-            # row is one place earlier.
+            # An owner has no row for its own pieces. So among the rows of an owner with a lower
+            # number, this rank's row is one place earlier.
             for low, high, row in (
                 (first, min(rank, stop), rank - 1),
                 (max(rank + 1, first), stop, rank),

@@ -15,20 +15,21 @@ import numpy as np
 from ...errors import ConfigError, nearest, shown
 from . import butterfly, direct, double_tree, fixed_tree, ring, tree
 
-#: The bytes of a segment of a ring's chunk. One segment is added while the next one is on the wire.
+#: A ring cuts each chunk into segments of this many bytes. One segment is added while the next one
+#: is being sent.
 SEGMENT_BYTES = 1 << 20
 MAX_SEGMENTS = 16
-#: The bytes of a segment of one half of the vector in a double tree. Over TCP, Open MPI sends
-#: messages below 64 KiB without waiting for the receiver's answer (docs/benchmarks.md, "Long
+#: A double tree cuts each half of the vector into segments of this many bytes. Over TCP, Open MPI
+#: sends messages below 64 KiB without waiting for the receiver's answer (docs/benchmarks.md, "Long
 #: messages over TCP").
 TREE_SEGMENT_BYTES = 60 << 10
 MAX_TREE_SEGMENTS = 512
 
-#: The most segments of all chunks of a ring together; this limits the length of plans on 8,192
-#: ranks and more.
+#: The largest number of segments of all chunks of a ring together. The limit keeps plans short on
+#: 8,192 ranks and more.
 MAX_SCHEDULE = 1 << 17
-#: The most bytes of scratch memory of a schedule. A schedule that needs more is refused, because
-#: some rank would run out of memory.
+#: The largest scratch memory of a schedule, in bytes. A schedule that needs more is refused with an
+#: error on all ranks, because otherwise some rank might run out of memory.
 MAX_SCRATCH = 4 << 30
 
 
@@ -62,7 +63,7 @@ def _plain(build: Callable) -> Callable:
 
 
 def _sized(build: Callable) -> Callable:
-    """Return a function that calls `build`, with `itemsize` as fourth positional argument."""
+    """Return a function that takes `itemsize` as fourth argument and passes it on to `build`."""
     return lambda size, rank, n, itemsize: build(size, rank, n, itemsize=itemsize)
 
 
@@ -109,7 +110,7 @@ REDUCE: Table = {"tree": tree.reduce, "direct": direct.reduce, "ordered": fixed_
 GATHER: Table = {"direct": direct.gather}
 SCATTER: Table = {"direct": direct.scatter}
 
-#: Names that every collective accepts besides those in its table.
+#: Names of algorithms that every collective accepts in addition to the names in its table.
 MEASURED, NATIVE = "auto", "native"
 #: The algorithm whose bits depend on the number of ranks alone.
 ORDERED = "ordered"

@@ -2,25 +2,26 @@
 
     4 ranks    round 0   0<->1   2<->3        round 1   0<->2   1<->3
 
-In the costs below, L is log2 p, N the bytes of the vector, alpha the latency, beta the time to send
-a byte, and gamma the time to add a byte. `recursive_doubling` exchanges whole vectors and has the
-least latency. `recursive_doubling` costs L alpha + L N beta + L N gamma. `halving_doubling`
-(Rabenseifner) first exchanges and adds halves, quarters and so on, and then gathers the finished
-blocks in the reverse order. `halving_doubling` costs 2L alpha + 2(p-1)/p N beta + (p-1)/p N gamma:
-it sends as many bytes as a ring, in 2 log2 p rounds. `butterfly` chooses recursive doubling for
-vectors below `SHORT` bytes, and halving and doubling for longer ones.
+In the costs below, p is the number of ranks, L is log2 p, and N is the number of bytes of the
+vector. alpha is the latency of a message, beta the time to send a byte, and gamma the time to add a
+byte. `recursive_doubling` exchanges whole vectors and has the least latency. `recursive_doubling`
+costs L alpha + L N beta + L N gamma. `halving_doubling` (Rabenseifner) first exchanges and adds
+halves, quarters and so on, and then gathers the finished blocks in the reverse order.
+`halving_doubling` costs 2L alpha + 2(p-1)/p N beta + (p-1)/p N gamma: it sends as many bytes as a
+ring, in 2 log2 p rounds. `butterfly` chooses recursive doubling for vectors below `SHORT` bytes,
+and halving and doubling for longer ones.
 
-Two ranks that exchange data send at the same time. Over TCP, MPI asks the receiver before it sends
-a long message (rendezvous), and the receiver's answer must wait behind the long message that the
-receiver itself is sending. Halves of a vector that are longer than `LONG` bytes are therefore sent
-as several messages of `EAGER_BYTES`, which need no answer. If a half is sent as several messages,
-the receiver adds each of them while the next ones arrive.
+Two ranks that exchange data send at the same time. Over TCP, before MPI sends a long message it
+asks the receiver whether the receiver is ready (rendezvous). The receiver's answer must wait behind
+the long message that the receiver itself is sending. Halves of a vector that are longer than `LONG`
+bytes are therefore sent as several messages of `EAGER_BYTES`, which MPI sends without asking. The
+receiver then adds each message while the next ones arrive.
 
 If the number p of ranks is not a power of two, let p be 2^k + r, where 2^k is the largest power of
-two below p. If p = 2^k + r is not a power of two, the first 2r ranks form pairs. The odd rank of
-each pair sends its vector to the even rank, 2^k ranks run the butterfly, and the even rank sends
-the result back. If p is not a power of two, the messages between the ranks of each pair add two
-rounds. Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005.
+two below p. The first 2r ranks then form pairs. The odd rank of each pair sends its vector to the
+even rank. The even ranks of the pairs and the ranks without a pair, 2^k ranks together, run the
+butterfly. Finally each even rank sends the result to the odd rank of its pair. The messages inside
+the pairs add two rounds. Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ def recursive_doubling(size: int, rank: int, n: int) -> list[Step]:
 
 
 def halving_doubling(size: int, rank: int, n: int, *, itemsize: int = 4) -> list[Step]:
-    """Return the steps of a reduce-scatter by halves, quarters and so on, then an allgather."""
+    """Return the steps of a reduce-scatter of halves, quarters and so on, and of an allgather."""
     return _folded(size, rank, n, partial(halving, itemsize=itemsize))
 
 
 def butterfly(size: int, rank: int, n: int, *, itemsize: int = 4) -> list[Step]:
-    """Return the steps of `recursive_doubling` for short vectors, else of `halving_doubling`."""
+    """Return steps of `recursive_doubling` for short vectors, of `halving_doubling` for others."""
     if n * itemsize < SHORT or n < size:
         return recursive_doubling(size, rank, n)
     return halving_doubling(size, rank, n, itemsize=itemsize)

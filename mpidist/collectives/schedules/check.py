@@ -1,4 +1,4 @@
-"""Check schedules: run all ranks' steps on symbolic values, which show what was added up.
+"""Check schedules: run the steps of all ranks on symbols that record which values were added.
 
 For each element, the checker keeps the list of ranks whose values were added to the element, in
 order. The checker therefore finds values that are added twice or never, and values that two ranks
@@ -43,7 +43,7 @@ class Sums:
         self._ranks: dict[int, list[int]] = {}
 
     def add(self, left: int, right: int) -> int:
-        """Return the number that stands for ``left op right``: the same for equal operands."""
+        """Return the number of the sum ``left op right``; equal operands give the same number."""
         return self._numbers.setdefault((left, right), self._FIRST + len(self._numbers))
 
     def ranks(self, value: Value) -> list[int]:
@@ -61,7 +61,7 @@ class Sums:
 
 
 class ScheduleError(AssertionError):
-    """A schedule is wrong; the message names the rank, step or element at fault."""
+    """A schedule is wrong; the message names the rank, the step or the element that is wrong."""
 
 
 def run(
@@ -71,7 +71,7 @@ def run(
 
     In this simulation a send does not block, and a receive waits for its message. The simulation
     runs the steps of each rank strictly in order. If this function returns, a real run of the
-    schedule cannot deadlock, because a real run starts no step later than this function does.
+    schedule cannot deadlock, because in a real run no step has to wait for more steps than here.
     """
     n = max((len(v) for v in vectors), default=0)
     memory = [
@@ -221,8 +221,8 @@ def check_races(operations: Sequence[Operation]) -> None:
         if len(counts) != 1:
             raise ScheduleError(f"the ranks pass different numbers of syncs: {sorted(counts)}")
         start = place[0] if place else int
-        # The end of a range is computed from its length, because the byte of position `span[1]` may
-        # not be next to the range.
+        # The end of a range is computed from its length, because the byte of position `span[1]`
+        # need not be next to the last byte of the range.
         width = start(1) - start(0)
         for rank, steps in enumerate(programs):
             for k, interval in enumerate(intervals(steps), ends[rank]):

@@ -1,18 +1,18 @@
 """Direct exchange: every rank sends to every other rank, or all ranks send to one root.
 
 In `direct`, each of p ranks sends its whole vector of N bytes to every other rank, in one round.
-The algorithm `direct` costs alpha + (p-1) N beta, which is good for a few ranks and a few bytes
-only.
+The algorithm `direct` costs alpha + (p-1) N beta, so it is good only for a few ranks and short
+vectors.
 
 `two_hop` is a direct reduce-scatter and then a direct allgather. In `two_hop`, each rank sends
 2(p-1)/p N bytes, as in a ring, but in two rounds of p-1 messages instead of 2(p-1) rounds of one
-message. If the network takes p-1 messages at once, `two_hop` costs 2 alpha + 2(p-1)/p N beta. The
-few rounds of `two_hop` help a program that seldom calls MPI, because messages make progress mainly
-during calls of MPI.
+message. If the network can carry p-1 messages of a rank at the same time, `two_hop` costs 2 alpha +
+2(p-1)/p N beta. The few rounds of `two_hop` help a program that seldom calls MPI, because messages
+make progress mainly during calls of MPI.
 
-In `naive`, rank 0 adds all vectors in rank order and sends the result to each rank. The simple
-algorithm `naive` is the reference with which tests compare all others. In `naive`, all 2(p-1) N
-bytes pass through rank 0.
+In `naive`, rank 0 adds all vectors in rank order and sends the result to each rank. Tests compare
+all other algorithms with `naive`, because it is simple. In `naive`, all 2(p-1) N bytes pass through
+rank 0.
 
     direct, 4 ranks:   0<->1  0<->2  0<->3  1<->2  1<->3  2<->3     all in round 0
     naive,  4 ranks:   1->0  2->0  3->0                  then 0->1  0->2  0->3

@@ -1,4 +1,4 @@
-"""An allreduce over two trees at once: about the bytes of a ring in the few rounds of a tree.
+"""An allreduce over two trees at once, with few rounds, and about as many bytes as a ring.
 
 In a binary tree half of the ranks are leaves. In an allreduce over one tree, a leaf sends the
 vector once and receives it once, but an inner rank sends three vectors and receives three. To give
@@ -20,8 +20,8 @@ all levels of both trees are busy at the same time.
 
 The cost with S segments in each half, and D = floor(log2 p), is at most (2D + S - 1) (alpha + 2N/S
 beta) + N gamma. With many segments and a long vector, the cost is close to 2N beta for any p,
-whereas the latency of a ring grows with p. Sanders, Speck, Traeff, Parallel Computing 35(12), 2009,
-doi 10.1016/j.parco.2009.09.001; NCCL uses such trees since version 2.4.
+whereas the cost of a ring contains a latency that grows with p. Sanders, Speck, Traeff, Parallel
+Computing 35(12), 2009, doi 10.1016/j.parco.2009.09.001; NCCL uses such trees since version 2.4.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def _children(x: int, size: int) -> list[int]:
     if low == 1:
         return []
     right = x + low // 2
-    # A number above `size` has no rank, so its left child takes its place in the tree.
+    # A number above `size` has no rank, so the left child of this number takes its place in the
+    # tree.
     while right > size and right > x + 1:
         right = x + (right - x) // 2
     return [x - low // 2] + ([right] if right <= size else [])
@@ -111,7 +112,8 @@ def steps(size: int, places: Sequence[TreePlace], n: int, segments: int) -> list
             if parent is not None:
                 result += [send(up, parent, part), recv(down - 1, parent, part)]
             result += [send(down, child, part) for child in children]
-    # The sender and the receiver give a message the same round. In each round and tree, a rank
-    # sends at most one message to another rank. So if steps are sorted by round, both ranks post
-    # their messages in the same order. A step depends only on steps of earlier rounds.
+    # The sender and the receiver of a message give the message the same round number. In each round
+    # and tree, a rank sends at most one message to another rank. So if steps are sorted by round,
+    # both ranks post their messages in the same order. A step depends only on steps of earlier
+    # rounds.
     return sorted(result, key=lambda step: step.round)

@@ -12,12 +12,12 @@ The sums of all parts are then copied to every rank.
     flat, short vectors: every rank copies in, sync, every rank adds all vectors in rank order
 
 With q ranks on the node and N bytes, each rank moves 2N bytes between memory and processor in
-`in_place_allreduce`, and (q+2)N bytes in `flat`. In `staged`, a rank also moves 2N bytes between
-memory and processor, apart from accesses that stay in the cache. In a barrier of the node (a sync),
-each rank writes one cache line. If the argument `lanes` is less than the number of ranks of the
-node, only the first `lanes` ranks own parts of the vector. The first half of an allreduce
-(`reduce_scatter`) gives each owner the node's sum of its part. Before the second half of an
-allreduce (`allgather`), the owners sum their parts over all nodes by messages.
+`in_place_allreduce`, and (q+2)N bytes in `flat`. In `staged`, each rank also moves 2N bytes, if
+accesses that stay in the cache are not counted. In a barrier of the node (a sync), each rank writes
+one cache line. If the argument `lanes` is less than the number of ranks of the node, only the first
+`lanes` ranks own parts of the vector. The first half of an allreduce (`reduce_scatter`) gives each
+owner the node's sum of its part. Before the second half of an allreduce (`allgather`), the owners
+sum their parts over all nodes by messages.
 
 Jain, Kaleem, Balmana, Langer, Durnov, Sannikov, Garzaran, "Framework for Scalable Intra-Node
 Collective Operations using Shared Memory", SC 2018.
@@ -36,9 +36,10 @@ from collections.abc import Callable
 from ...partition import BlockPartition, pieces
 from .schedule import FINISH, NOTHING, REDUCE, REDUCE_LEFT, Range, Step, copy, length, node_sync
 
-#: Bytes that a rank copies to shared buffers per round, for all owners together. Measured at 2
-#: ranks: the data of longer rounds do not stay in the cache, and shorter rounds need more barriers,
-#: each of which waits for the slower rank.
+#: Bytes that a rank copies to shared buffers per round, for all owners together. This value was the
+#: fastest in measurements with 2 ranks: with more bytes per round, the data do not stay in the
+#: cache, and with fewer bytes, there are more barriers, at each of which a rank waits for the
+#: slower rank.
 ROUND_BYTES = 512 << 10
 #: Bytes of the shared buffers of a node with up to 96 ranks, and bytes per rank on a larger node.
 #: From 30 ranks on, this limit, and not `ROUND_BYTES`, decides how much a rank copies per round.
@@ -46,8 +47,8 @@ STAGING_BYTES, STAGING_BYTES_PER_RANK = 30 << 20, 240 << 10
 #: Pieces begin at multiples of a cache line.
 LINE_BYTES = 64
 #: On a node with more ranks than this, one NumPy call reads all counters, and another NumPy call
-#: adds the pieces of all ranks. On a node with fewer ranks, a loop in Python is quicker than these
-#: calls.
+#: adds the pieces of all ranks. On a node with at most this many ranks, a loop in Python is quicker
+#: than these calls.
 FEW_RANKS = 16
 #: The bytes of a piece in `in_place_allreduce`, which adds pieces in shared memory without a copy.
 IN_PLACE_BYTES = 128 << 10
@@ -76,7 +77,7 @@ def in_place_length(itemsize: int) -> int:
 
 
 def staging_length(size: int, lanes: int, piece: int) -> int:
-    """Return how many elements the shared buffers have: two pieces per rank and owner of a part."""
+    """Return how many elements the shared buffers have: two pieces for each rank and owner."""
     return 2 * piece * lanes * size
 
 
@@ -136,8 +137,9 @@ class _Staging:
         rows = [self.inbox(rank, self.rank, t) for rank in range(self.size) if rank != self.rank]
         if self.size <= max(FEW_RANKS, 1):
             return [_reduce(round, row, mine) for row in rows]
-        # One NumPy call adds all rows, and begins with the first row. So this rank's values are
-        # first added to the first row, as the left operand.
+        # One NumPy call adds all rows, beginning with the first row. This rank's values must come
+        # first in the sum, so they are added to the first row before that call, as the left
+        # operand.
         return [
             Step(round, REDUCE_LEFT, -1, mine, rows[0]),
             *(_reduce(round, row, rows[0]) for row in rows[1:]),
@@ -193,7 +195,7 @@ def allgather(size: int, rank: int, n: int, piece: int, lanes: int, base: int) -
 
 
 def flat(size: int, rank: int, n: int, base: int) -> list[Step]:
-    """Return the steps of an allreduce of short vectors: ranks copy them to shared memory first."""
+    """Return the steps of an allreduce of short vectors; all are first copied to shared memory."""
     slots = [(base + r * n, base + (r + 1) * n) for r in range(size)]
     return [
         copy(0, (0, n), slots[rank]),

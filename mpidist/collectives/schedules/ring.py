@@ -1,4 +1,4 @@
-"""Ring: every rank sends to one neighbour only, in total less than twice the vector's bytes.
+"""Ring: every rank sends only to its right neighbour, less than twice the vector's bytes in all.
 
 The vector is cut into p chunks. In the first p-1 rounds, each rank sends a partial sum of one chunk
 to its right neighbour, and adds its own values to the partial sum that comes from the left. In the
@@ -8,7 +8,7 @@ last p-1 rounds, the finished chunks travel once around the ring.
     round 0    0 -d-> 1 -a-> 2 -b-> 3 -c-> 0
     round 1    0 -c-> 1 -d-> 2 -a-> 3 -b-> 0
     round 2    0 -b-> 1 -c-> 2 -d-> 3 -a-> 0      now rank r holds the sum of chunk r
-    round 3-5  the same walk with finished chunks (allgather)
+    round 3-5  the finished chunks move on in the same way (allgather)
 
 The cost is 2(p-1) alpha + 2(p-1)/p N beta + (p-1)/p N gamma for any p. No allreduce algorithm can
 send fewer bytes per rank than the ring. Each chunk is sent in several segments, so that one segment

@@ -8,14 +8,14 @@ from rank a to rank b matches the k-th receive of rank b from rank a.
     send         source -> peer
     recv         target <- peer
     reduce       target = target op source
-    reduce_left  target = source op target      (operand order fixes the bits, see `combine`)
+    reduce_left  target = source op target      (the bits depend on this order, see `combine`)
     copy         target = source
-    node_sync    a barrier of the ranks of this node, which share the memory from n on (`node`)
-    finish       target is a final sum: a mean is divided here
+    node_sync    a barrier of the ranks of this node (in `node`, positions from n on are shared)
+    finish       target is a final sum; for a mean, the executor divides it now
 
-Steps that use the same elements happen in the order of the list of steps; other steps may overlap
-in time. The list of a rank's steps therefore defines a dependency graph, whose edges
-`compile_steps` computes.
+Steps that use the same elements run in the order of the list; other steps may run at the same time.
+The list of a rank's steps therefore defines a dependency graph, whose edges `compile_steps`
+computes.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def combine(round: int, rank: int, peer: int, source: Range, target: Range) -> S
     """Return a step that reduces `source`, the data received from `peer`, into `target`.
 
     The left operand of the operation comes from the lower rank. Two ranks that exchange and add
-    both compute ``lower op higher``, and so get the same bits, even where the result of an
-    operation depends on the order of its operands (signed zeros, NaN payloads).
+    their data both compute ``lower op higher``. So both get the same bits, even where the result of
+    an operation depends on the order of its operands (signed zeros, NaN payloads).
     """
     return Step(round, REDUCE_LEFT if peer < rank else REDUCE, peer, source, target)
 
@@ -91,9 +91,10 @@ def split_range(span: Range, pieces: int) -> list[Range]:
 
 
 def without_empty(steps: list[Step]) -> list[Step]:
-    """Return `steps` without those that move no elements; very short vectors cause such steps.
+    """Return `steps` without the steps of no elements, which occur for very short vectors.
 
-    The sender and the receiver of an empty message both drop it, so all other messages still match.
+    Both the sender and the receiver of an empty message drop its step, so all other messages still
+    match.
     """
     return [step for step in steps if length(step.source) or length(step.target)]
 
@@ -155,7 +156,7 @@ def compile_steps(steps: list[Step]) -> Compiled:
 
     A step waits for earlier steps that touch the same elements, and for the previous message to (or
     from) the same peer. Schedules may be long (a ring of 65,536 ranks has 300,000 steps), so one
-    pass over the list computes all dependencies, and steps for which no other step waits share one
+    pass over the list computes all dependencies. All steps for which no other step waits share one
     empty list.
     """
     edges = {edge for s in steps for span in (s.source, s.target) for edge in span}

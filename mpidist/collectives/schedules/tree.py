@@ -6,10 +6,10 @@
     round 2   0 -> 1   2 -> 3   4 -> 5   6 -> 7
 
 With L = ceil(log2 p), a broadcast costs L (alpha + N beta). A reduce costs L N gamma more than a
-broadcast. An allreduce is a reduce to rank 0 and a broadcast from rank 0, and its messages cost 2L
-alpha + 2L N beta. The tree works for any number of ranks, and is best for short vectors and for
-operations with a root. Ranks are renumbered so that the root has number 0; see Thakur,
-Rabenseifner, Gropp, IJHPCA 19(1), 2005.
+broadcast, because it also adds. An allreduce is a reduce to rank 0 and then a broadcast from rank
+0; the messages of both cost 2L alpha + 2L N beta. The tree works for any number of ranks, and is
+best for short vectors and for operations with a root. Ranks are renumbered so that the root has
+number 0; see Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005.
 """
 
 from __future__ import annotations
