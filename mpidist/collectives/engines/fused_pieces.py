@@ -101,8 +101,7 @@ class LaneBucket:
             raise
 
     def break_off(self, error: BaseException, sequence: int | None = None) -> None:
-        """Make all ranks of the node stop at the bucket's next barrier, and send `error` to
-        them."""
+        """Stop all ranks of the node at the bucket's next barrier, and send `error` to all."""
         mine = self.lines[self.mine]
         for line in (self.line, self.line + 8):
             mine[line] = min(mine[line], ~mine[line])  # a second call changes nothing
