@@ -1,8 +1,8 @@
 """Data sources, and the order in which a run uses their samples.
 
-Every rank has an equal `Sampler`, which computes the order of the samples, and takes its own part
-of each global batch. In this package, only the module `readers/remote.py` communicates between
-ranks.
+All ranks make equal `Sampler` objects, which compute the order of the samples. Each rank takes its
+own part of each global batch. In this package, only the module `readers/remote.py` communicates
+between ranks.
 """
 
 from __future__ import annotations

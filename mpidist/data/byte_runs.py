@@ -1,4 +1,4 @@
-"""Read ranges ("runs") of bytes from files, with few files open at a time, into reused memory.
+"""Read ranges of bytes ("runs") from files into reused memory, with few files open at a time.
 
     runs         5 | 9..12 | 40    the system is asked to read the next runs ahead
     in order     9..12 | 13..16    the disk reads ahead while the last bytes are decoded
@@ -17,29 +17,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-#: Most files that are open at a time; a data set may have thousands.
+#: The largest number of files that are open at a time; a data set may have thousands of files.
 OPEN_FILES = 32
 #: Number of runs that the system reads ahead.
 _TOLD = OPEN_FILES - 1
 #: Bytes that the system reads ahead of a reader that reads a file in order.
 _AHEAD = 4 << 20
-#: `Rooms` keeps memory for arrays of at least the first number of bytes (smaller ones come from
-#: malloc), and keeps at most the second number of free bytes.
+#: Two limits of `Rooms` in bytes. `Rooms` keeps the memory of arrays that have at least the first
+#: number of bytes, because malloc is fast for smaller arrays. `Rooms` keeps at most the second
+#: number of free bytes.
 _SMALL, _KEPT = 64 << 10, 64 << 20
 
 
 class LRUCache:
     """A cache of at most `most` values by key, which drops the least recently used value.
 
-    A value is made on its first use. The value is valid until the next use of the cache, which may
-    drop the value. Only one thread at a time may use a cache.
+    A value is made when its key is first used. A value is valid until the next use of the cache,
+    which may drop the value. Only one thread at a time may use a cache.
 
     Parameters
     ----------
     make : callable
-        ``make(key)`` returns the value of a key.
-    most : int
-    dispose : callable, optional
+        A function; ``make(key)`` returns the value of a key. most : int dispose : callable,
+    optional
         Called with each value that is dropped.
     """
 
@@ -99,8 +99,9 @@ class RunReader:
         """
         whole = len(runs)
         for number, run in enumerate(runs):
-            # Before the first run the next `_TOLD` runs are announced to the system, and before
-            # each later run one more, so the system always reads `_TOLD` runs ahead.
+            # Before the first run is read, the next `_TOLD` runs are announced to the system.
+            # Before each later run, one more run is announced. So the system always reads `_TOLD`
+            # runs ahead.
             for soon in (
                 runs[number + _TOLD : number + _TOLD + 1] if number else runs[1 : 1 + _TOLD]
             ):
@@ -168,8 +169,8 @@ class Rooms:
             self._free.pop(0)
         fitting = [k for k, room in enumerate(self._free) if nbytes <= len(room) <= 2 * nbytes]
         room = self._free.pop(fitting[-1]) if fitting else np.empty(nbytes, np.uint8)
-        # Every view of `seen` keeps `seen` alive: NumPy stops at a memoryview when it looks for
-        # the owner of the memory.
+        # Every view of `seen` keeps `seen` alive, because NumPy looks for the owner of the memory,
+        # and this search ends at a memoryview.
         seen = np.frombuffer(bytes_of(room), dtype, nbytes // dtype.itemsize)
         reference = weakref.ref(seen, self._back)
         self._lent[id(reference)] = reference, room

@@ -18,11 +18,11 @@ def digits(
 ) -> tuple[Source, ArraySource]:
     """Return (train, test) sources: images as float32 (n, 1, 8, 8) from 0 to 1, labels as int64.
 
-    The test set has `test` samples. Each class has the same share of the test set as of the whole
+    The test set has `test` samples. Each class has the same share in the test set as in the whole
     data set, up to rounding. Which samples are in the test set depends only on `seed`, which should
     not be the seed of a training run. `distort` has keyword arguments for `Distorted`, which makes
-    distorted copies of the training images, such as
-    ``{"copies": 20, "shift": 0.5, "turn": 10, "scale": 0.1}``.
+    distorted copies of the training images, such as ``{"copies": 20, "shift": 0.5, "turn": 10,
+    "scale": 0.1}``.
 
     Raises
     ------
@@ -64,10 +64,11 @@ def _table() -> np.ndarray:
 
 
 def stratified(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Return `count` sorted random indices of `labels`; each class keeps its share of the whole."""
+    """Return `count` sorted random indices of `labels`; each class has its share of the indices."""
     rng = np.random.default_rng(seed)
     classes, sizes = np.unique(labels, return_counts=True)
-    # Largest remainder: round down, then add one to the shares that lost most, ties by class.
+    # The shares are rounded by the largest remainder method: round all shares down, then add one to
+    # the shares that lost most by the rounding. Equal losses are decided by the class number.
     exact = sizes * count / len(labels)
     shares = np.floor(exact).astype(int)
     lost = np.argsort(shares - exact, kind="stable")

@@ -92,8 +92,8 @@ def distort(images: np.ndarray, amounts: np.ndarray) -> np.ndarray:
     y = np.arange(height, dtype=np.float32)[:, None] - (height - 1) / 2 - down
     x = np.arange(width, dtype=np.float32)[None, :] - (width - 1) / 2 - right
     cos, sin = np.cos(turn), np.sin(turn)
-    # Zeros around the image: one row or column, and two on the far sides, because the last pixel
-    # reads its neighbours.
+    # The image gets a border of zeros: one row above and one column on the left, and two each below
+    # and on the right, because the last pixel reads its neighbours.
     top = np.clip((cos * y - sin * x) / (1 + tall) + (height + 1) / 2, 0, height + 1)
     left = np.clip((sin * y + cos * x) / (1 + broad) + (width + 1) / 2, 0, width + 1)
     framed = np.zeros((samples, channels, height + 3, width + 3), images.dtype)

@@ -1,11 +1,12 @@
 """Read ahead: a thread reads the next batches from a data source while the model computes.
 
     loop    compute 0 | compute 1 | compute 2 |          takes batch k when it needs it
-    thread  1     2   |    3      |  (full)  4            as many ahead as fit into `prefetch` bytes
+    thread  1     2   |    3      |  (full)  4            reads ahead up to `prefetch` bytes
 
-The reader is a thread and not a process, because to fork a process after MPI has started is not
-safe. The thread makes no MPI calls. While a source reads or decompresses data, other Python threads
-can run. A source of arrays in memory gets no thread, because a thread would save no time.
+The reader is a thread and not a process, because it is not safe to fork a process after MPI has
+started. The thread makes no MPI calls. While a source reads or decompresses data, other Python
+threads can run. For a source of arrays in memory there is no thread, because a thread would save no
+time.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ _MOST = 64
 #: Seconds between two calls of the argument `meanwhile` of `Loader.take`, while it waits for a
 #: batch.
 _LOOK = 0.001
-#: The most bytes, and the most expected seconds, of the batches that the thread reads in one call
-#: of the source. The thread reads several small batches in one call, because a call and a switch of
-#: threads take as long as many small samples.
+#: The thread reads at most this many bytes in one call of the source, and at most as much as should
+#: take this many seconds. The thread reads several small batches in one call, because a call and a
+#: switch of threads take as long as many small samples.
 _AT_ONCE, _BRIEF = 4 << 20, 0.004
 #: The longest wait in seconds for a late batch: after each `Starved` the next wait is twice as
 #: long.
@@ -43,7 +44,8 @@ _PATIENCE = 300.0
 class Starved(Exception):
     """The source did not return a batch in time.
 
-    The thread that reads ahead still waits for the batch, so call `Loader.take` again.
+    The thread that reads ahead still waits for the batch, so the caller should call `Loader.take`
+    again.
     """
 
     def __init__(self, seconds: float):
@@ -59,13 +61,13 @@ class Loading:
     ----------
     prefetch : "auto", bool or int
         How many bytes each rank reads ahead in a thread. True means 64 MiB, and False means no
-        thread. "auto" means True if the source has an attribute ``reads`` that is true, else False.
+        thread. "auto" means True if the attribute ``reads`` of the source is true, else False.
     bandwidth : float, optional
         The largest number of bytes per second that each rank takes from the source. The limit is
         useful if data and gradients share a network.
     starved_after : float
         How many seconds to wait for a batch before the run saves a checkpoint and prints a message.
-        After the message, the run waits again, each time twice as long, up to 5 minutes. The option
+        Then the run waits again, each time twice as long, but at most 5 minutes. The option
         `starved_after` has an effect only if a thread reads ahead.
     finite : bool
         Whether a sample with a NaN or an infinity counts as a bad record, which is skipped. Set
@@ -111,8 +113,9 @@ class Loader:
     ----------
     source : Source
     plan : callable
-        A function that returns an iterator over the next batches, as arrays of indices, beginning
-        with the batch that will be taken next. The iterator runs in the thread that reads ahead.
+        A function that returns an iterator over the next batches. Each batch is an array of
+        indices, and the first batch is the one that will be taken next. The iterator runs in the
+        thread that reads ahead.
     loading : Loading
 
     Attributes
@@ -227,7 +230,7 @@ class Loader:
         return not self._ready or self._held + self._last <= self._limit
 
     def _share(self) -> int:
-        """Return how many batches to take from the source in one call; more if they are small."""
+        """Return how many batches to read in one call of the source: several if they are small."""
         if self._last == 0 or self._loading.bandwidth is not None:
             return 1
         fitting = min(self._limit - self._held, _AT_ONCE) // self._last
@@ -272,7 +275,7 @@ class Loader:
         return _Entry(indices, taken, error, nbytes)
 
     def _pay(self, nbytes: int) -> None:
-        """Sleep to limit the bandwidth, by a token bucket whose size is the bytes of one second."""
+        """Sleep to limit the bandwidth: a token bucket that can hold the bytes of one second."""
         if self._loading.bandwidth is None:
             return
         now = time.monotonic()

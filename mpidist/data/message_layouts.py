@@ -1,4 +1,4 @@
-"""Remember where Protocol Buffers messages have values, so that similar ones need no decoding.
+"""Remember where values lie in Protocol Buffers messages; similar messages need no decoding.
 
     message    | key "rgb" length | values ... | key "labels" length | values |
     frame        ^^^^^^^^^^^^^^^^^               ^^^^^^^^^^^^^^^^^^^^     equal bytes: known layout
@@ -18,7 +18,7 @@ import numpy as np
 
 from .readers.example import Span
 
-#: Most layouts that are remembered. Files with more layouts would only make the search slow.
+#: The largest number of layouts that are remembered. Searching among more layouts would be slow.
 _MOST = 2048
 
 

@@ -1,9 +1,10 @@
 """Check that all ranks have the same data: compare a sample's dtypes and shapes, and two records.
 
-The bytes of the first and of the last good record are compared. Two records are enough to detect a
-wrong file, another order, or another seed. If a source is a user's own object, only its length is
-compared, because its samples may be expensive to read, or may have to be read in one thread only.
-If a user's own source has the attribute ``remote = False``, its records are compared too.
+The bytes of the first and of the last good record are compared. Two records are enough to detect
+that a rank has a wrong file, another order of the records, or another seed. If a source is a user's
+own object, only its length is compared, because its samples may be expensive to read, or may have
+to be read in one thread only. If a user's own source has the attribute ``remote = False``, its
+records are compared too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..arrays import array_module
 from ..runtime.agreement.mismatch import rank_list
 from .sources import Items, Stream
 
-#: Records that are tried from each end of the data, since the first ones may be bad.
+#: From each end of the data, this many records are tried, since some of them may be bad.
 TRIES = 4
 
 
@@ -72,12 +73,12 @@ def readable(source) -> bool:
 
 
 def _good(source, indices: Iterable[int]) -> tuple[int, tuple] | None:
-    """Return number and arrays of the first readable record among `indices`, or None."""
+    """Return the number and the arrays of the first readable record among `indices`, or None."""
     for index in indices:
         try:
             batch = source.take(np.array([index]))
         except (OSError, MemoryError):
-            return None  # the source is away: the run waits for it
+            return None  # the source is not available: the run waits for it
         except Exception:  # a source may raise anything for a bad record
             continue
         return index, tuple(batch)
@@ -96,7 +97,7 @@ def digest_of(*arrays) -> str:
 
 
 def differing(contents: Sequence[Content]) -> str | None:
-    """Return a text that says how the ranks' data differ, or None if they do not differ. Pure.
+    """Return a text that says how the ranks' data differ, or None if they are equal.
 
     A rank that could not read its data is not compared. The first (or last) good records of two
     ranks are not compared if they have different numbers, because then a record is bad on only one

@@ -1,10 +1,10 @@
-"""Choose the samples of each step as a function of seed, epoch and position, not of the ranks.
+"""Choose the samples of each step; the choice depends on seed, epoch and position, not on ranks.
 
     epoch 3, 10 samples:   shuffled by (seed, 3)         7 2 9 0 | 4 1 8 3 | 6 5
     global batch 4:                                      step 0    step 1    step 2 (short)
     3 ranks in step 0:                                   7 2 | 9 | 0
 
-The position of a run in the data is (epoch, offset), where the offset counts the samples that were
+The position of a run in the data is (epoch, offset). The offset is the number of samples that were
 used in this epoch. The position does not depend on the number of ranks or on the batch size. The
 number of ranks and the batch size may therefore change in the middle of an epoch, and every sample
 is still used exactly once. No batch goes beyond the end of an epoch, so the last batch of an epoch
@@ -25,15 +25,16 @@ from .shuffle import Bijection
 
 #: The kinds of shuffles. A checkpoint saves the kind with the position.
 SHUFFLES = ("permutation", "bijection", "none")
-#: A larger data set is shuffled by a bijection: its permutation would take 32 MiB on every rank.
+#: A data set of more samples is shuffled by a bijection, because a permutation would take more than
+#: 32 MiB on every rank.
 PERMUTED = 1 << 22
-#: How many positions of a bijection are computed at once: computing those of one batch takes as
-#: long.
+#: How many positions of a bijection are computed at once. This takes no longer than computing the
+#: positions of one batch.
 _WINDOW = 1 << 14
 
 
 class Position(NamedTuple):
-    """A position in the data order, where `offset` samples of epoch `epoch` have been used."""
+    """A position in the order of the data: `offset` samples of epoch `epoch` have been used."""
 
     epoch: int = 0
     offset: int = 0
@@ -146,6 +147,6 @@ class Sampler:
         return BlockPartition(min(self.global_batch, self.count), size).size(rank)
 
     def position(self, step: int) -> Position:
-        """Return the position at which step `step` begins, if the global batch never changed."""
+        """Return the position at which `step` begins if the global batch never changes."""
         epoch, within = divmod(step, self.steps_per_epoch)
         return Position(epoch, within * self.global_batch)

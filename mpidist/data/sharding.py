@@ -1,7 +1,7 @@
 """Choose the records of each rank for your own training loop, in one of four modes.
 
     mode          a rank reads                         an epoch of all ranks together
-    file          whole files                          each record once; as even as the files are
+    file          whole files                          each record once; files decide how evenly
     record        a block of one shuffled order        each record once; needs an index of records
     grid          a part of the files of its node      each record once; a node reads its own files
     independent   all records, in its own order        records repeat early and are missing late
@@ -28,7 +28,7 @@ from ..partition import BlockPartition, bounds_of
 from .shuffle import Bijection
 
 MODES = ("auto", "file", "record", "grid", "independent")
-#: "auto" chooses "file" if the fullest rank has at most this many times the mean.
+#: "auto" chooses "file" if the rank with the most records has at most this many times the mean.
 _UNEVEN = 1.1
 
 

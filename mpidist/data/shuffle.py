@@ -6,10 +6,10 @@ its count and key: the record at position k of an epoch is ``Bijection(count, ke
     a number of 2b bits    left | right    8 rounds: left, right = right, left ^ hash(right, key)
 
 Each of the 8 Feistel rounds can be inverted, whatever the hash function is, so the rounds together
-are a bijection of the numbers of 2b bits, [0, 4^b). The bit count 2b is given by the smallest b for
-which 4^b >= count. A result outside [0, count) goes through all rounds again until it is inside
-(cycle walking). With cycle walking the map of [0, count) is still a bijection, and a value goes
-through all rounds at most 4 times on average.
+are a bijection of the numbers of 2b bits, [0, 4^b). Here b is the smallest number for which 4^b >=
+count. A result outside [0, count) goes through all rounds again until it is in [0, count) (cycle
+walking). With cycle walking the map of [0, count) is still a bijection, and a value goes through
+all rounds at most 4 times on average.
 
 References: Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom
 functions", SIAM Journal on Computing 17(2), 1988 (the rounds, from Feistel); Black and Rogaway,

@@ -1,16 +1,16 @@
-"""Take samples from a source that has bad records: return the good samples, and name the bad ones.
+"""Take samples from a source with bad records: return good samples, and list the bad records.
 
     take([4, 8, 15])  fails      take([4]) good, take([8]) fails, take([15]) good
                                  batch of 4 and 15, and BadRecord(8, reason)
 
 If a source raises an exception for a batch, the samples of this batch are taken one by one to find
 the bad records. A source should raise `BadRecord` for a bad record, but other exceptions are
-handled too. Only a batch with a bad record costs additional time.
+handled too. A batch without a bad record costs no additional time.
 
 If no sample of a batch can be taken, because reading a file fails or memory is missing, a few other
-records of the source are tried. If these other records fail in the same way, the whole source is
-unavailable, and no record counts as bad. While the source is unavailable, the batch is tried again
-a few times.
+records of the source are tried as well. If these other records fail in the same way, the whole
+source is unavailable, and no record counts as bad. While the source is unavailable, the batch is
+tried again a few times.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from .. import events
 from ..errors import BadRecord, ClosedError, ConfigError, SourceError
 from .sources import Source
 
-#: Exceptions that mean that the whole source is gone, if all records raise them.
+#: If all records raise one of these exceptions, the whole source is unavailable.
 _WHOLE = (OSError, MemoryError, ConfigError)
-#: How many times a source that is gone is tried, and the seconds of the first wait, which doubles.
+#: How many times an unavailable source is tried, and the seconds to wait before the second try;
+#: each later wait is twice as long.
 TRIES, WAIT = 5, 1.0
 
 
@@ -65,8 +66,8 @@ class BadRecordFilter:
         """Return the good samples at `indices`.
 
         Raises SourceError if no record of the source could be read in several tries, ConfigError if
-        the source returned a wrong number of samples, or another exception of the source if no
-        single record causes it.
+        the source returned a wrong number of samples, or the exception of the source if no single
+        record is its cause.
         """
         for number in range(1, TRIES + 1):
             try:
@@ -116,7 +117,7 @@ class BadRecordFilter:
         return batch
 
     def _one_by_one(self, indices: np.ndarray, error: Exception):
-        """Take samples one by one; return good ones, why others are bad, and the last exception."""
+        """Take samples one by one; return good ones, reasons for bad ones, the last exception."""
         singles: dict[int, tuple] = {}
         bad: dict[int, str] = {}
         cause: BaseException = error
@@ -126,12 +127,13 @@ class BadRecordFilter:
                 singles[place] = self.source.take(indices[place : place + 1])
                 bad.pop(place, None)
             except Exception as caught:
-                # A disk may come back meanwhile, so the sample is tried once more at the end.
+                # A disk may become available again meanwhile, so the sample is tried once more at
+                # the end.
                 if place not in bad and isinstance(_root(caught), OSError | MemoryError):
                     again.append(place)
                 bad[place], cause = told(caught), _root(caught)
-        # The samples here can be taken alone. A sample whose shapes or dtypes differ from those of
-        # most samples cannot be in a batch with them, and counts as bad.
+        # Each of these samples could be taken alone. If the shapes or dtypes of a sample differ
+        # from those of most samples, it cannot be in the same batch as these, and counts as bad.
         form = self._form or _commonest(singles.values())
         for place, single in list(singles.items()):
             if form is not None and _form(single) != form:

@@ -85,9 +85,9 @@ class Derived:
     source : Source
     function : callable
         A function that gets the arrays of a batch as arguments, and returns a tuple of arrays with
-        the same first axis. The result for a sample may not depend on other samples of the batch.
-        If a thread reads the source ahead, the function runs in this thread. A sample for which the
-        function raises an exception is a bad record.
+        the same first axis. The result for a sample must not depend on the other samples of the
+        batch. If a thread reads batches ahead, the function runs in this thread. A sample for which
+        the function raises an exception counts as a bad record.
     """
 
     def __init__(self, source: Source, function: Callable[..., tuple]):
@@ -141,7 +141,7 @@ class Items(_OneByOne):
 
 
 class Stream(_OneByOne):
-    """A source that reads an iterable of samples, of which the first `count` are one epoch.
+    """A source that reads an iterable of samples; the first `count` samples are one epoch.
 
     Since an iterable can be read only in order, each rank also reads the samples of the other ranks
     and drops them, and a resumed run reads all used samples again. Use a stream with
@@ -186,7 +186,7 @@ def as_source(data) -> Source:
     if isinstance(data, tuple | list):
         return ArraySource(*data)
     if getattr(data, "shape", None) is not None:
-        # Arrays are no sources: their own `take` does something else.
+        # Arrays have a method `take`, but it does something else, so arrays are not sources.
         return ArraySource(data)
     if isinstance(data, Source):
         return data

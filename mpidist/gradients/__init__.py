@@ -1,1 +1,1 @@
-"""Average gradients over the ranks, in buckets, while the backward pass still runs."""
+"""Average gradients over the ranks, in parts (buckets), while the backward pass still runs."""

@@ -1,12 +1,13 @@
-"""`Gradients` averages the gradients of a model over all ranks, in buckets, during backward.
+"""`Gradients` averages a model's gradients over all ranks, in buckets, during the backward pass.
 
 The gradients are stored in an `Arena`, memory that the ranks of a node share, in the order in which
-the backward pass finishes them. `Gradients` records in the first step in which order the gradients
-become ready, and keeps this order in all later steps. A checkpoint stores the order of the
-gradients, because the order in which the ranks' gradients are added depends on it. If there are
-several nodes, a bucket is sent as soon as its last gradient is ready. Each call of `ready` makes
-progress for all buckets that are being sent. If all ranks are on one node, no gradients are sent:
-all gradients are added in shared memory at the end of the step.
+the backward pass finishes them. In the first step, `Gradients` records the order in which the
+gradients become ready, and keeps this order in all later steps. A checkpoint stores this order,
+because the order in which the gradients of the ranks are added depends on it. A bucket is a part of
+the gradients that is sent in one piece. If there are several nodes, a bucket is sent as soon as its
+last gradient is ready. Each call of `ready` makes progress for all buckets that are being sent. If
+all ranks are on one node, no gradients are sent: all gradients are added in shared memory at the
+end of the step.
 
 The constructor of `Gradients` checks that its arguments are the same on all ranks
 (`exchange_settings.py`).
@@ -45,12 +46,12 @@ from .progress_thread import Background
 
 
 class Gradients:
-    """The gradients of all parameters, summed over the ranks in each step. Collective over `comm`.
+    """The gradients of all parameters, averaged over the ranks in each step.
 
-    The methods `reduce` and `close` are collective, `ready` is not, and `begin` is collective in
-    the second step only. In each step, call `begin`, then `ready` for each gradient as soon as it
-    is final, then `reduce`. `begin` may be called again in a step as long as no bucket of this step
-    has been sent.
+    The constructor and the methods `reduce` and `close` are collective over `comm`. The method
+    `ready` is not collective, and `begin` is collective only in the second step. In each step, call
+    `begin`, then `ready` for each gradient as soon as the gradient is final, and then `reduce`.
+    `begin` may be called again in a step as long as no bucket of this step has been sent.
 
     Parameters
     ----------
@@ -60,20 +61,19 @@ class Gradients:
     algorithm : str
         As for `md.allreduce`.
     bucket_bytes : int or "auto"
-        Bytes of gradients that are sent together.
-    overlap : bool
-        Whether to exchange between nodes while backward still runs.
-    progress : "hooks" or "thread"
-        What makes progress for the buckets that are being sent: every call of `ready`, or a thread
-        (``progress_thread.py`` describes the restrictions of a thread).
+        The size of a bucket, the gradients that are sent together, in bytes. overlap : bool
+        Whether to exchange gradients between nodes while the backward pass still runs. progress :
+    "hooks" or "thread"
+        What makes progress for the buckets that are being sent: with "hooks" every call of `ready`,
+        with "thread" a thread (``progress_thread.py`` describes the restrictions of a thread).
     order : sequence of str, optional
         Names in the order of backward, if this order is known from an earlier run.
     ranks_per_node : int, optional
-        Fake nodes, as in `Topology`.
-    uses : mapping of name -> int, optional
-        How often `ready` is called in a step for a tensor that is used several times (tied
-        weights). The gradient of a tensor is final when `ready` has been called as often as `uses`
-        says. The default of `uses` is 1.
+        For tests: treat every group of this many ranks as a node, as in `Topology`. uses : mapping
+    of name -> int, optional
+        For a tensor that the model uses several times (tied weights): how many times `ready` is
+        called for the tensor in a step. The gradient of the tensor is final after the last of these
+        calls. For all other tensors the number is 1.
 
     Attributes
     ----------
@@ -92,11 +92,11 @@ class Gradients:
         On all ranks: some parameter is not an array of real or complex numbers, or some setting is
         invalid.
     MismatchError
-        On all ranks: settings, or names, shapes, dtypes or order of the parameters, differ between
-        the ranks, or some rank makes another call.
+        On all ranks: the settings differ between the ranks, or the names, shapes, dtypes or order
+        of the parameters differ, or some rank makes another call.
     ProtocolError
-        `ready` or `reduce` was called before `begin`, `ready` more often than `uses` allows, or
-        `begin` when buckets of the step have been sent.
+        `ready` or `reduce` was called before `begin`, or `ready` was called more often than `uses`
+        allows, or `begin` was called although buckets of the step have been sent.
     """
 
     def __init__(
@@ -160,8 +160,8 @@ class Gradients:
                 label = f"{self._label} vector {k}"
                 plan = make_plan(self.context, vector, "sum", settings.algorithm, label)
                 self._plans.append(plan.owned())
-        #: Whether each vector has half precision, which is scaled and added in single precision,
-        #: and rounded once at the end.
+        #: Whether each vector has half precision. Values of half precision are scaled and added in
+        #: single precision, and rounded once at the end.
         self._half = [vector.dtype != work_dtype(vector.dtype) for vector in self.vectors]
         self.extras = views.pop(EXTRAS)
         self.views.clear()
@@ -214,7 +214,7 @@ class Gradients:
     def begin(self, share: float) -> None:
         """Begin a training step in which this rank has the fraction `share` of all samples.
 
-        Collective in the second step only, in which the ranks agree on an order of the gradients.
+        Collective only in the second step, in which the ranks agree on an order of the gradients.
         """
         if self._begun and self._next:
             self.refuse("Gradients.begin", ProtocolError(
@@ -230,7 +230,7 @@ class Gradients:
         self._share, self._begun = share, True
 
     def _learn(self) -> None:
-        """Order the gradients in memory as they became ready in rank 0's first step. Collective."""
+        """Order the gradients as they became ready in the first step of rank 0. Collective."""
         context, place = self.context, {name: k for k, name in enumerate(self._names)}
         context.begin_agreed(Signature("Gradients.begin", "", "", extra=self._label), "order")
         seen = np.full(len(place), -1, np.int64)
@@ -293,11 +293,11 @@ class Gradients:
             raise
 
     def reduce(self, *extras: float) -> None:
-        """Finish the exchange: each view then contains the sum over all ranks of share * gradient.
+        """Finish the exchange: then each array in `views` has the sum of all share * gradient.
 
         Collective; in place. `extras` are up to two numbers; every rank passes the same number of
-        them. After the call, `Gradients.extras` has the sums of the extras over the ranks, not
-        scaled by `share`.
+        them. After the call, `Gradients.extras` has the sums of the extras over the ranks. Extras
+        are not multiplied by `share`.
         """
         with self.context.call("Gradients.reduce"):
             if not self._begun:
@@ -356,7 +356,7 @@ class Gradients:
         self._next, self._active = 0, []
 
     def hidden(self) -> float | None:
-        """Return the fraction of the exchange's time that overlapped with backward, or None."""
+        """Return the fraction of the exchange time that overlapped with backward, or None."""
         if not self.alone_seconds or not self.steps:
             return None
         exposed = self.exposed_seconds / self.steps / self.alone_seconds
@@ -372,13 +372,13 @@ class Gradients:
             self._background = None
 
     def close(self) -> None:
-        """Free the memory. Idempotent.
+        """Free the memory; a second call does nothing.
 
         `close` sends no messages, but all ranks must call it between the same two collective
         operations.
         """
         if self._background is not None:
-            for handle in self._background.take():  # operations of a step without `reduce`
+            for handle in self._background.take():  # of a step without `reduce`
                 running.append(handle)
         self.abandon()
         for plan in self._plans:

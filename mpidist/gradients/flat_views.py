@@ -17,7 +17,7 @@ EXTRAS = "(extras)"
 
 
 def loss_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
-    """Return the widest real dtype, but at least float32: a loss could overflow in float16."""
+    """Return the widest of the real dtypes, or float32, because float16 is too small for a loss."""
     wide = {dtype for dtype in dtypes if dtype.kind == "f" and dtype.itemsize >= 4}
     return max(wide, key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
 
@@ -65,7 +65,7 @@ def flat_views(
     widest dtype.
     """
     shapes = {name: (array.shape, array.dtype) for name, array in parameters.items()}
-    # A stage of a pipeline may have no parameters, and still a loss.
+    # A stage of a pipeline may have a loss although it has no parameters.
     xp = array_module(next(iter(parameters.values()))) if parameters else np
     views, vectors = allocate(with_extras(shapes, loss), xp, rows)
     return {name: views[name] for name in parameters}, vectors

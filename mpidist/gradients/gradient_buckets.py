@@ -5,9 +5,9 @@
 
 Each bucket costs a fixed time c, and the exchange of the last bucket does not overlap with the
 backward pass. With N bytes of gradients, buckets of s bytes, a fixed time c per bucket, and b
-seconds per byte, the exchange makes the step longer by (N / s) c + s b. The extra time (N / s) c +
-s b is least for buckets of s = sqrt(N c / b) bytes. For gradients of 1 to 100 MB on Ethernet of 1
-to 10 Gbit/s, the best bucket size is between N/8 and N/40, so "auto" takes N/16.
+seconds per byte, the exchange makes the step longer by (N / s) c + s b. This extra time is least
+for buckets of s = sqrt(N c / b) bytes. For gradients of 1 to 100 MB on Ethernet of 1 to 10 Gbit/s,
+the best bucket size is between N/8 and N/40, so "auto" takes N/16.
 """
 
 from __future__ import annotations

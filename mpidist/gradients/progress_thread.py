@@ -57,7 +57,7 @@ class Background:
         return handles
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """End the thread; a second call does nothing."""
         self._closed = True
         self._work.set()
         self._thread.join()

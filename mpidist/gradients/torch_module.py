@@ -4,13 +4,14 @@
     backward()    autograd allocates the gradients
     average()     moves each gradient into the arena, and sets p.grad to a view of the arena; then
                   one exchange averages the arena in place
-    step()        the optimizer finds the means in p.grad; a hook raises an error for other values
+    step()        the optimizer finds the means in p.grad; otherwise a hook raises an error
 
 With several nodes, a hook copies each gradient into the arena as soon as autograd has computed it,
-and buckets of gradients are sent while backward still runs (`exchange.py`). If backward runs again
-before `average`, the exchange that has begun is finished first, and the new gradients are added to
-the means that this exchange has made. A second exchange in a step does not change the means of the
-first, because the mean of values that are equal on all ranks is the same value.
+and buckets of gradients are sent while backward still runs (`exchange.py`). If the backward pass
+runs again before `average`, the exchange that has begun is finished first. The new gradients are
+then added to the means that this exchange has made. A second exchange in the same step does not
+change the means of the first exchange: they are equal on all ranks, and the mean of equal values is
+the same value.
 
 A parameter that no rank has used in a step has no gradient, and the optimizer does not change it.
 With the gradients, each rank sends a 1 for every parameter that it has used, and a 0 for the
@@ -142,17 +143,17 @@ class Attached:
     # -- in backward -------------------------------------------------------------------
 
     def _comes(self, slot: Slot, gradient) -> None:
-        """Before autograd adds to a gradient that was sent, finish its exchange (a hook)."""
+        """Hook: before autograd adds to a gradient that was sent, finish the exchange."""
         if slot.sent and self._leaves():
             with self.context.call("backward"):
                 self._exchange(last=False)
 
     def _noticed(self, parameter) -> None:
-        """Hook, run after autograd has added to a gradient: record that `average` is needed."""
+        """Hook: after autograd has added to a gradient, record that `average` is needed."""
         self._fresh = True
 
     def _arrived(self, slot: Slot, parameter) -> None:
-        """After autograd has added to a gradient, send its bucket if complete (a hook)."""
+        """Hook: after autograd has added to a gradient, send its bucket if it is complete."""
         if not slot.is_filled():
             self._move(slot)
         self._fresh = True
@@ -190,8 +191,8 @@ class Attached:
 
         Collective over the communicator. Call `average` after the last backward pass of a step,
         before gradients are clipped and before the optimizer's ``step``. If only some ranks have a
-        gradient of a parameter, the missing gradients of the other ranks count as zero. A parameter
-        that has no gradient on any rank has none afterwards either.
+        gradient of a parameter, the missing gradients of the other ranks count as zero. If no rank
+        has a gradient of a parameter, no rank gets one.
 
         Parameters
         ----------
@@ -203,11 +204,11 @@ class Attached:
         Raises
         ------
         ConfigError
-            If a weight was passed at the first step and not at this one, or at this step and not at
-            the first one. Also raised for weights that `md.allreduce` does not accept.
+            If a weight was passed at the first step but not at this step, or at this step but not
+            at the first step. Also for weights that `md.allreduce` does not accept.
         MismatchError
-            On all ranks: some ranks are in another call, or have made another number of backward
-            passes while gradients were being sent.
+            On all ranks: some ranks are in another call, or the ranks have made different numbers
+            of backward passes while gradients were being sent.
         ProtocolError
             The program changed a gradient after backward, although the gradient had already been
             sent.
@@ -254,8 +255,8 @@ class Attached:
             missing = slot.parameter.grad is None
             if slot.sent and self._leaves():
                 changed = not slot.is_filled() or slot.tensor._version != slot.version
-                # If the program has set ``grad`` to None before another backward, it does not need
-                # this gradient any more, and that is no error.
+                # If the program has set ``grad`` to None before another backward pass, it does not
+                # need this gradient any more. This is not an error.
                 if changed and (last or not missing):
                     error = ProtocolError(
                         f"average: the gradient of {slot.name!r} was changed after backward, when "
@@ -286,7 +287,7 @@ class Attached:
     # -- the end -----------------------------------------------------------------------
 
     def close(self) -> None:
-        """Remove all hooks from the module, which keeps its last gradients. Idempotent.
+        """Remove all hooks from the module, which keeps its last gradients. Can be called twice.
 
         `close` sends no messages, but all ranks must call it between the same two collective
         operations.
@@ -327,7 +328,7 @@ def _words(dtype, device, shape) -> str:
 def _watch_steps() -> None:
     """Set hooks that check gradients at optimizer steps; remove them when no module is attached."""
     if _owners and not _step_hooks:
-        from torch.optim import optimizer  # who has a module has torch
+        from torch.optim import optimizer  # a program that has a module has imported torch
 
         # The check also runs after the step, because an optimizer that takes a closure computes
         # gradients inside its step.

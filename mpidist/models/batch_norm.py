@@ -47,18 +47,18 @@ def sync_moments(comm, x, axis):
     Returns
     -------
     mean, variance : arrays
-        Both have those axes of `x` that are not summed over, the dtype of `x` (float32 if `x` has
-        half precision), and the same bits on every rank. The variance is the biased one (a division
-        by n), as usual in batch normalisation.
+        Both have the axes of `x` that are not summed over, and the dtype of `x` (float32 if `x` has
+        half precision). All ranks get the same bits. The variance is the biased variance, a
+        division by n, as usual in batch normalisation.
 
     Raises
     ------
     ConfigError
-        When `x` has no such axis. This error is raised on all ranks when no rank has an element of
-        `x`.
+        When `x` does not have the given axis. Also when no rank has an element of `x`; then the
+        error is raised on all ranks.
     MismatchError
-        Raised on all other ranks when one rank raises an error, and on all ranks when their numbers
-        of channels differ.
+        Raised on all other ranks when one rank raises an error, and on all ranks when the numbers
+        of channels differ between the ranks.
     """
     xp = array_module(x)
     with call_guard(comm, "sync_moments"):
@@ -66,11 +66,13 @@ def sync_moments(comm, x, axis):
         wide = xp.float64
         mean = x.sum(axis, dtype=wide) / max(count, 1)
         apart = x - xp.expand_dims(mean, axis).astype(work_dtype(x.dtype))
-        # `mean` was rounded to the working dtype, which makes the squares too large by off^2 each.
+        # `mean` was rounded to the working dtype. Because of the rounding, each square is too large
+        # by off^2.
         off = apart.sum(axis, dtype=wide) / max(count, 1)
         squares = xp.square(apart).sum(axis, dtype=wide) - count * off**2
         total, sums, squares = _over_ranks(comm, count, count * mean, squares + count * mean**2)
-    # After the call: every rank raises this, so no rank has to be notified.
+    # This error is raised after the `with` block, because every rank raises it, so no rank has to
+    # be notified.
     if total == 0:
         raise ConfigError(f"sync_moments: no rank has an element along axis {axis} to take a mean")
     mean = sums / total
@@ -79,7 +81,7 @@ def sync_moments(comm, x, axis):
 
 
 def sync_batch_norm(comm, x, axis, eps: float = 1e-5):
-    """Return (y, mean, variance, saved), where y is `x` normalised by the moments over all ranks.
+    """Return (y, mean, variance, saved); y is `x` normalised by the moments of all ranks' batches.
 
     Collective over `comm`. Use `mean` and `variance` to update running statistics. Pass `saved` to
     `sync_batch_norm_backward`. The parameters except `eps` are those of `sync_moments`.

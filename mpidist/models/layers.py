@@ -8,29 +8,31 @@ another buffer. `forward` never changes x, so a saved x stays valid; `backward` 
 the gradient with respect to y. `shapes` returns the names and shapes of the parameters in order;
 their gradients become ready in the reverse order.
 
-Several batches may be on the way: `forward` of a second batch may come before `backward` of the
-first one, and the passes may end in any order. All that a backward pass needs of its batch is in
-`saved` and in x, so the bits do not depend on the order. Whoever made x must leave it as it is
-until the backward pass of its batch.
+Several batches may be in progress: `forward` of a second batch may be called before `backward` of
+the first batch, and the backward passes may run in any order. A backward pass takes everything that
+it needs from `saved` and x, so the bits do not depend on the order. The code that made x must not
+change x before the backward pass of this batch.
 
 A layer may also offer the two halves of `backward`, which a schedule can call at different times:
 
     dx = layer.backward_input(parameters, saved, dy)
     layer.backward_weights(parameters, saved, dy, gradients, ready)
 
-In both orders the results have the bits of `backward`. In a layer with parameters, neither method
-changes dy, and dx shares no memory with dy, because the other method may be called later with the
-same dy. A layer without parameters may overwrite dy, or return a view of it.
+If both methods are called, in any order, the results have the same bits as those of `backward`. In
+a layer with parameters, neither method changes dy, and dx shares no memory with dy, because the
+other method may be called later with the same dy. A layer without parameters may overwrite dy, or
+return a view of it.
 
-The axes of y and dx may lie in memory in any order: `Features` returns a transposed view. The next
-matrix product depends on that order in its last bits, so an array that is copied to another process
-must keep its strides; see `mpidist/pipeline/activation_wire.py`.
+The axes of y and dx may be in any order in memory; for example, `Features` returns a transposed
+view. The last bits of the next matrix product depend on the order of the axes in memory. An array
+that is copied to another process must therefore keep its strides; see
+`mpidist/pipeline/activation_wire.py`.
 
-The first axis of x, y and every gradient has one entry per piece, which is a batch that gets
-gradients of its own. All pieces have equal size; an ordinary batch is a single piece. NumPy's
-`matmul` makes a separate product for each piece, with the same shape and memory layout as for a
-single piece, and no sum runs over the axis of pieces. The results of a piece (a batch) do not
-depend on the number or the values of the other pieces, because no operation combines pieces.
+A piece is a batch that gets gradients of its own. The first axis of x, y and every gradient has one
+entry per piece. All pieces have equal size; an ordinary batch is a single piece. NumPy's `matmul`
+makes a separate product for each piece, with the same shape and memory layout as for a single
+piece, and no sum runs over the axis of pieces. The results of a piece (a batch) do not depend on
+the number or the values of the other pieces, because no operation combines pieces.
 
 Images have the shape (pieces, channels, height, width, samples). Samples are the last axis, so a
 window of all images consists of a few long runs of memory, and the convolution of a piece is one
@@ -56,7 +58,7 @@ def _nothing(name: str) -> None:
 
 
 class _Fixed:
-    """The base class of layers without parameters; `backward_input` is their backward pass."""
+    """The base class of layers without parameters, whose backward pass is `backward_input`."""
 
     backward_input: Callable[..., Any]
 
@@ -104,7 +106,8 @@ class Dense(NamedTuple):
     def backward_weights(self, parameters, x, dy, gradients, ready=_nothing) -> None:
         """Write the gradients of weight and bias."""
         xp = array_module(dy)
-        # ready() after each: a final gradient may be sent while the next one is computed.
+        # ready() is called after each gradient, so a final gradient can be sent while the next one
+        # is computed.
         xp.sum(dy, axis=1, out=gradients[f"{self.name}.bias"])
         ready(f"{self.name}.bias")
         xp.matmul(x.swapaxes(1, 2), dy, out=gradients[f"{self.name}.weight"])
@@ -117,10 +120,10 @@ class Convolution:
     The stride is 1. A convolution copies every window of the image into a column of a matrix. All
     calls use one scratch array for this matrix, because allocating it anew would cause page faults,
     which take half the time of a step. `backward` copies the windows again if another call has
-    overwritten the matrix of windows. If several batches wait for their backward pass, this is
-    faster than one matrix for each batch: for a 5 x 5 kernel the matrix is 25 times as large as the
-    images, so each of these matrices would leave the cache, while the one scratch array stays
-    there.
+    overwritten the matrix of windows. If several batches wait for their backward pass, copying
+    again is faster than keeping one matrix for each batch. For a 5 x 5 kernel the matrix is 25
+    times as large as the images, so the matrices of several batches would not stay in the cache,
+    but the one scratch array does.
     """
 
     def __init__(self, name: str, inputs: int, outputs: int, kernel: int, pad: int = 0):
@@ -153,7 +156,8 @@ class Convolution:
 
     def backward_input(self, parameters, x, dy):
         """Return the gradient of x."""
-        # Its gradient overwrites the matrix of windows, whichever batch the windows are of.
+        # The gradient of the matrix of windows overwrites the matrix, whichever batch its windows
+        # are from.
         self._held = None
         k, (rows, cols) = self.kernel, self._size(x)
         columns = self._room(x, (len(x), self.inputs * k * k, rows * cols * x.shape[4]))
@@ -168,7 +172,7 @@ class Convolution:
         held, self._held = self._held, None
         columns = held[1] if held is not None and held[0] is x else self._columns(x)
         weight = gradients[f"{self.name}.weight"]
-        # The long matrix is the first factor: OpenBLAS then takes half the time.
+        # The long matrix is the first factor, because OpenBLAS then takes half the time.
         product = (columns @ flat.swapaxes(1, 2)).swapaxes(1, 2)
         weight[...] = product.reshape(weight.shape)
         ready(f"{self.name}.weight")
@@ -201,7 +205,7 @@ class Convolution:
         return columns.reshape(pieces, channels * k * k, rows * cols * samples)
 
     def _room(self, x, shape):
-        """Return the scratch array in this shape; it keeps what the last call has left there."""
+        """Return the scratch array with this shape; it has the values that the last call wrote."""
         count = math.prod(shape)
         scratch = self._scratch
         if type(scratch) is not type(x) or scratch.size < count or scratch.dtype != x.dtype:
@@ -228,7 +232,7 @@ class Convolution:
 
 
 class MaxPool(_Fixed):
-    """The largest value of each 2 x 2 square; an odd last row or column is left out.
+    """Return the largest value of each 2 x 2 square; an odd last row or column is left out.
 
     `forward` compares pairs of rows first, because rows are long runs of memory. The even and odd
     columns of a row are copied into two arrays, so that all arithmetic is on contiguous arrays.

@@ -4,7 +4,7 @@
     model.loss_and_gradients(batch, gradients, ready)
     model.predict(inputs)
 
-and what a stage of a pipeline uses, which computes some of the layers only:
+a stage of a pipeline, which computes only some of the layers, uses:
 
     model.layers                          as in `mpidist.models.layers`
     model.initial_parameters(start, stop) of layers[start:stop]
@@ -26,10 +26,12 @@ from ..arrays import array_module
 from ..errors import ConfigError
 from .layers import softmax_cross_entropy
 
-#: Random numbers that are drawn at once, so that initial weights need little memory beside them.
+#: How many random numbers are drawn at once. Drawing few at once needs little memory besides the
+#: weights.
 DRAWN = 1 << 16
 
-#: Samples per pass of `predict`, so that an evaluation needs no more memory than a training step.
+#: How many samples `predict` computes at once, so that it needs no more memory than a training
+#: step.
 CHUNK = 128
 
 
@@ -70,8 +72,9 @@ class Network:
     def parameters(self) -> dict:
         """The parameters of all layers, by name, which training code may replace.
 
-        They are float32, in forward order; gradients become ready in the reverse order. They are
-        made when they are first used, because a stage of a pipeline needs only those of its layers.
+        They are float32, in forward order; gradients become ready in the reverse order. The
+        parameters are made when they are first used, because a stage of a pipeline needs only the
+        parameters of its own layers.
         """
         return self.initial_parameters()
 
@@ -79,8 +82,8 @@ class Network:
         """Return new parameters for ``layers[start:stop]``, with the values of the whole model.
 
         The weights of the layers before `start` are drawn and dropped in small parts, so a stage of
-        a pipeline needs no memory for them. Of a layer that is split over ranks, this rank's part
-        is returned, which has the values of the whole layer.
+        a pipeline needs no memory for them. If a layer is split over ranks, only this rank's part
+        is returned, with the same values as in the whole layer.
         """
         stop = len(self.layers) if stop is None else stop
         if not 0 <= start <= stop <= len(self.layers):
@@ -153,14 +156,14 @@ class Network:
             x, saved = layer.forward(self.parameters, x)
             tape.append(saved)
         losses, dy = self.loss(x, labels)
-        # Layers before the first one with parameters compute no gradient.
+        # Layers before the first layer with parameters compute no gradient.
         for i in range(len(self.layers) - 1, self._first - 1, -1):
             first, back = i == self._first, self.layers[i].backward
             dy = back(self.parameters, tape.pop(), dy, gradients, ready, first=first)
         return losses
 
     def loss(self, scores, labels):
-        """Return (mean loss of each piece (batch), gradient of the losses by the scores).
+        """Return (mean loss of each piece (batch), gradient with respect to the scores).
 
         `scores` are the outputs of the last layer, of shape (pieces, samples, classes). `labels`
         are integers from 0, of shape (pieces, samples). A piece without samples has loss 0.
@@ -200,7 +203,8 @@ class Network:
 def checked_input(model, inputs, like=None):
     """Return `inputs` with the dtype and on the device of `like`; check their shape.
 
-    `like` is one of the parameters if it is not given; a stage of a pipeline gives one of its own.
+    By default `like` is one of the model's parameters; a stage of a pipeline passes one of its own
+    parameters.
     """
     check_input_shape(model, inputs)
     like = next(iter(model.parameters.values())) if like is None else like
@@ -215,7 +219,7 @@ def check_input_shape(model, inputs) -> None:
 
 
 def _draw(rng, count: int, spread: float, array) -> None:
-    """Draw normal numbers into a new `array`, or, if it is None, only to advance `rng`."""
+    """Draw normal numbers and write them into `array`; if `array` is None, only advance `rng`."""
     flat = None if array is None else array.reshape(-1)
     for i in range(0, count, DRAWN):
         drawn = rng.standard_normal(min(DRAWN, count - i))
@@ -224,7 +228,7 @@ def _draw(rng, count: int, spread: float, array) -> None:
 
 
 def _draw_part(rng, shape: tuple[int, ...], spread: float, array, window) -> None:
-    """Draw the normal numbers of a matrix, and write those of a window of it into `array`."""
+    """Draw the normal numbers of a matrix, and write the numbers of one window into `array`."""
     rows, columns = window
     start, stop, _ = rows.indices(shape[0])
     step = max(1, DRAWN // shape[1])
@@ -236,5 +240,5 @@ def _draw_part(rng, shape: tuple[int, ...], spread: float, array, window) -> Non
 
 
 def _whole_shapes(layer) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer's parameters, as one rank with the whole layer has them."""
+    """Return the shapes of the parameters of the whole layer, even if the layer is split."""
     return layer.whole_shapes() if hasattr(layer, "whole_shapes") else layer.shapes()

@@ -2,15 +2,15 @@
 
     layer = SplitDense(comm, "dense2", 1024, 3862, split="columns")
 
-All ranks have the same x, and get the same y. With 4 ranks, rank 1 has
+All ranks have the same x, and get the same y. With 4 ranks, rank 1 has:
 
     columns    weight[:, 1/4 to 2/4], bias[1/4 to 2/4]     y: allgather    dx: sum by allreduce
     rows       weight[1/4 to 2/4, :], bias                 y: allreduce    dx: allgather
 
 With `columns`, both passes together send ``n * outputs`` values by allgather and ``n * inputs``
-values by allreduce, for n samples; with `rows` it is the other way round. So `columns` suits a
-layer with more outputs than inputs, such as a classifier with many classes, and `rows` suits a
-layer with more inputs.
+values by allreduce, for n samples; with `rows` they send ``n * inputs`` values by allgather and ``n
+* outputs`` values by allreduce. So `columns` suits a layer with more outputs than inputs, such as a
+classifier with many classes, and `rows` suits a layer with more inputs than outputs.
 
 Every rank adds the same terms as a rank with the whole layer. Gathered values have the same bits as
 in the whole layer, if BLAS computes a part of a product in the same way as the whole product.
@@ -41,22 +41,23 @@ def _nothing(name: str) -> None:
 class SplitDense:
     """Dense layer with a part of the weights on each rank: ``y = x @ weight + bias``.
 
-    Collective over `comm`, and so are `forward`, `backward` and `backward_input`: all ranks call
-    them in the same order, with the same batch. `x` and `y` have shape (pieces, samples, features)
-    and are whole on all ranks. Each rank computes the gradients of its part, and updates it.
+    The constructor and the methods `forward`, `backward` and `backward_input` are collective over
+    `comm`: all ranks call them in the same order, with the same batch. `x` and `y` have shape
+    (pieces, samples, features), and every rank has all features. Each rank computes the gradients
+    of its part, and updates it.
 
     Parameters
     ----------
     comm : MPI.Comm
-        The ranks with the parts. They must not be ranks of one `md.train` or one `md.Stage`, which
-        take the parameters of several ranks for copies. `md.Pipeline(split=...)` makes such layers
-        for `md.train`.
+        The ranks with the parts. Do not train these ranks together with one `md.train` or one
+        `md.Stage`, because these expect that all ranks have equal parameters.
+        `md.Pipeline(split=...)` makes such layers for `md.train`.
     name : str
         The parameters are called ``name.weight`` and ``name.bias``.
     inputs, outputs : int
         The size of the whole layer.
     split : "columns" or "rows"
-        Whether each rank has some of the outputs, or some of the inputs.
+        With "columns" each rank has some of the outputs, and with "rows" some of the inputs.
 
     Raises
     ------
@@ -105,14 +106,14 @@ class SplitDense:
         }
 
     def window(self, name: str) -> tuple[slice, ...]:
-        """Return where this rank's part of a parameter is in the whole parameter."""
+        """Return the slices that select this rank's part from the whole parameter."""
         mine, everything = slice(self.start, self.stop), slice(None)
         if name == f"{self.name}.bias":
             return (mine if self.split == "columns" else everything,)
         return (everything, mine) if self.split == "columns" else (mine, everything)
 
     def forward(self, parameters, x):
-        """Return (y, x), both whole. Collective over `comm`."""
+        """Return (y, x) with all features. Collective over `comm`."""
         weight, bias = parameters[f"{self.name}.weight"], parameters[f"{self.name}.bias"]
         with call_guard(self.comm, "SplitDense.forward"):
             if self.split == "columns":
@@ -165,7 +166,7 @@ class SplitDense:
         return allreduce(self.comm, array, reproducible=True)
 
     def _gathered(self, part):
-        """Return the features of all ranks, in an array that is contiguous as the whole one is."""
+        """Return the features of all ranks, in a contiguous array."""
         from ..collectives.allgather import allgather  # not at the top, as in `__init__`
 
         xp = array_module(part)

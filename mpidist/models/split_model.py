@@ -1,4 +1,4 @@
-"""Models of which some dense layers are split over ranks: what `Pipeline(split=...)` trains.
+"""Models with some dense layers that are split over ranks, for `Pipeline(split=...)`.
 
     split={"dense2": "columns"}     dense2 becomes a `SplitDense`; all other layers are copies
 
@@ -21,7 +21,7 @@ from .split_dense import SPLITS, SplitDense
 
 
 def check_split_settings(split, split_ranks) -> None:
-    """Raise ConfigError unless these are settings of a split; both may be None."""
+    """Raise ConfigError unless the two settings of a split are valid; both may be None."""
     if split_ranks is not None:
         checked_whole("split_ranks", split_ranks, 1)
     if split is None:
@@ -47,8 +47,8 @@ def check_split_settings(split, split_ranks) -> None:
 def split_ways(size: int, others: int, split_ranks: int | None) -> int:
     """Return how many of `size` ranks share a layer.
 
-    `others` is the number of stages and their replicas, or 0 if it is not known; `split_ranks` is
-    how many are asked for, or None for as many as there are.
+    `others` is the number of stages times the number of replicas, or 0 if it is not known.
+    `split_ranks` is the requested number of ranks, or None for as many as possible.
     """
     if split_ranks is None and not others:
         raise ConfigError("split needs stages, cuts, replicas or split_ranks; give stages")
@@ -62,7 +62,7 @@ def split_ways(size: int, others: int, split_ranks: int | None) -> int:
 def check_layers_of_split(model, optimizer, split: Mapping[str, str], ranks: int) -> None:
     """Raise ConfigError if a layer is not in the model, or too small for so many ranks.
 
-    Also for an optimizer that needs whole arrays.
+    Also raises ConfigError for an optimizer that needs whole arrays.
     """
     if not getattr(optimizer, "elementwise", False):
         kind = getattr(optimizer, "name", type(optimizer).__name__)
@@ -93,7 +93,7 @@ def dense_layers(model) -> dict[str, int]:
 
 
 def split_model(model, comm, split: Mapping[str, str]) -> Any:
-    """Return a copy of a model of which each rank has parts of some layers. Collective.
+    """Return a copy of a model in which each rank has only parts of some layers. Collective.
 
     The parts have the values of `model`. Parameters that the model has not made yet are not made.
     The layers that are not split keep the arrays of `model` itself, not copies.
@@ -114,19 +114,19 @@ def split_model(model, comm, split: Mapping[str, str]) -> Any:
 
 
 def _part(array, window, shape):
-    """Return a contiguous copy of a part of an array; as it is if it has another shape."""
-    # `checked_arrays` refuses what is missing or of another shape, and names it.
+    """Return a contiguous copy of a part of an array; return arrays of other shapes as they are."""
+    # `checked_arrays` later raises an error for a missing array or an array of another shape.
     if array is None or tuple(array.shape) != tuple(shape):
         return np.empty(()) if array is None else array
     return array_module(array).ascontiguousarray(array[window].copy())
 
 
 def parts_of(model) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the parameters of which this rank has a part only.
+    """Return the parameters of which this rank has only a part.
 
     For each name, the result has the shape of the whole parameter, and the index at which the part
-    begins. A parameter that a rank has whole, such as the bias of a layer split by rows, is left
-    out.
+    begins. A parameter that this rank has completely, such as the bias of a layer split by rows, is
+    left out.
     """
     found = {}
     for layer in model.layers:

@@ -1,4 +1,4 @@
-"""A multi-label model: a sample may have any number of labels (entities), each predicted alone.
+"""A multi-label model: a sample may have any number of labels (entities), predicted separately.
 
     x (n, inputs) [ -> hidden, ReLU ] -> one score per entity -> sigmoid cross entropy, summed
 
@@ -119,10 +119,10 @@ def gap(scores, labels, top: int = 20) -> float:
     """Return the global average precision over the `top` scores of every sample.
 
     The `top` highest scores of every sample are ranked together. The precision at a position of
-    this ranking is the fraction of the scores up to there that belong to true entities (labels that
-    the sample has). The result is the sum of the precisions at the positions of the true entities
-    in the ranking, divided by the number of all true entities; a sample with more than `top` of
-    them counts as having `top`. Abu-El-Haija et al., 2016, arXiv:1609.08675.
+    this ranking is the fraction of the scores up to this position that belong to true entities
+    (labels that the sample has). The result is the sum of the precisions at the positions of the
+    true entities in the ranking, divided by the number of all true entities. A sample with more
+    than `top` true entities counts as if it had `top`. Abu-El-Haija et al., 2016, arXiv:1609.08675.
     """
     scores, labels = np.asarray(scores), np.asarray(labels).astype(bool)
     top = min(top, scores.shape[1])

@@ -12,12 +12,14 @@ from .schedules import Rate, check_range
 def adagrad(lr: Rate, eps: float = 1e-7, weight_decay: float = 0.0) -> Optimizer:
     """Make the AdaGrad optimizer, ``s += g * g; p -= lr * g / (sqrt(s) + eps)``.
 
-    The first step of an element is `lr` long, for any gradient scale, and later steps get shorter.
-    An element whose gradient is seldom nonzero, such as a rare feature, keeps long steps. Without
-    `weight_decay` a zero gradient changes nothing, so an update of some rows equals an update of
-    all rows to the last bit; with it, the decay of the other rows is skipped.
+    The first step of an element has the length `lr`, whatever the scale of the gradient, and later
+    steps get shorter. If the gradient of an element is seldom nonzero, as for a rare feature, the
+    steps of the element stay long. Without `weight_decay` a zero gradient changes nothing. An
+    update of some rows then equals, to the last bit, an update of all rows with zero gradients for
+    the other rows. With `weight_decay`, an update of some rows skips the weight decay of the other
+    rows.
 
-    Pitfalls: the steps get ever shorter. An update of weight w adds ``w * g * g`` to s, so k
+    Pitfalls: the steps get shorter and shorter. An update of weight w adds ``w * g * g`` to s, so k
     updates of weight 1/k with equal gradients make s as large as one update of weight 1.
 
     Parameters
@@ -25,8 +27,8 @@ def adagrad(lr: Rate, eps: float = 1e-7, weight_decay: float = 0.0) -> Optimizer
     lr : float or callable
         Learning rate, or a schedule ``step -> float``.
     eps : float
-        Added to the square root; larger than 0, also in the dtype of the parameters.
-    weight_decay : float
+        Added to the square root. It must be larger than 0, even when rounded to the dtype of the
+    parameters. weight_decay : float
         L2 penalty, added to the gradient.
 
     References

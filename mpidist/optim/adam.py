@@ -33,11 +33,12 @@ def adam(
     never sums over an array. In float16 the default `eps` is rounded to zero: keep float32
     parameters, or pass ``eps=1e-4``.
 
-    If a gradient has only some rows of a parameter, the other rows stand still, and their two means
-    do not decay in this update; t counts all updates. So both means of a row are over the row's own
-    gradients, however seldom they come. With zero gradients in between, both means would decay, and
-    a row would be moved also by updates after its gradient. The first gradient of a row moves it by
-    `lr` at t = 1, and later by up to ``lr (1 - beta1) / sqrt(1 - beta2)``, in both cases.
+    If a gradient has only some rows of a parameter, the other rows do not change, and their two
+    means do not decay in this update; t counts all updates. So both means of a row are means of the
+    gradients of this row, even if these are rare. An update of all rows with zero gradients would
+    be different: both means of a row would decay, and updates after the row's gradient would still
+    move the row. In both cases, the first gradient of a row moves the row by `lr` if it comes at t
+    = 1, and by up to ``lr (1 - beta1) / sqrt(1 - beta2)`` if it comes later.
 
     Parameters
     ----------
@@ -48,7 +49,7 @@ def adam(
     eps : float
         Added to the square root of the mean of squares.
     weight_decay : float
-        Decoupled weight decay, which does not enter the two means.
+        Decoupled weight decay: the decay is not part of the two means.
 
     References
     ----------

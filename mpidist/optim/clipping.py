@@ -30,8 +30,8 @@ def clip_by_global_norm(gradients: Mapping, max_norm: float) -> float:
 
     Returns the norm before scaling. With allreduce, call this function after the allreduce. With
     parameter servers, call this function before the gradients are sent; each worker then clips its
-    own gradients. Gradients whose norm is not finite are not changed; the loss then shows the
-    problem.
+    own gradients. Gradients whose norm is not finite are not changed, so that the loss becomes NaN
+    and shows the problem.
     """
     max_norm = _check(max_norm)
     norm = global_norm(gradients)
@@ -46,8 +46,9 @@ def clipped(optimizer: Optimizer, max_norm: float) -> Optimizer:
 
     Use the returned optimizer with `md.train` and AllReduce, or in your own loop. In a job file,
     set ``clip_norm = 1.0`` in the table of the optimizer. An optimizer that clips is not
-    elementwise, because the norm is a sum over all tensors. Parameter servers, of which each has
-    only some of the tensors, use the optimizer within it, and its norm as their ``clip_norm``.
+    elementwise, because the norm is a sum over all tensors. A parameter server has only some of the
+    tensors. Parameter servers therefore use the inner optimizer (without clipping), and take
+    `max_norm` as their ``clip_norm``.
     """
     max_norm = _check(max_norm)
 

@@ -1,4 +1,4 @@
-"""FTRL-Proximal: AdaGrad's rates, and weights that are exactly zero, for sparse linear models."""
+"""FTRL-Proximal, for sparse linear models: rates as in AdaGrad, and many weights exactly zero."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ def ftrl(lr: Rate, beta: float = 1.0, l1: float = 0.0, l2: float = 0.0) -> Optim
         z += lr g - (sqrt(n + g^2) - sqrt(n)) p;    n += g^2
         p = -(z - sign(z) lr l1) / (beta + sqrt(n) + lr l2)     or 0 where abs(z) <= lr l1
 
-    This is the usual form with z multiplied by `lr`, so that a schedule or the weight of an update
-    scales each gradient. With ``l1 = l2 = 0`` it is AdaGrad, ``p -= lr g / (beta + sqrt(n))``. At
-    its first nonzero gradient, an element begins with the z that gives its present value. A zero
-    gradient changes nothing, so an update of some rows equals an update of all rows to the last
-    bit.
+    In the usual form of FTRL, z is not multiplied by `lr`. Here z is multiplied by `lr`, so that a
+    schedule or the weight of an update scales each gradient. With ``l1 = l2 = 0`` FTRL is AdaGrad,
+    ``p -= lr g / (beta + sqrt(n))``. At the first nonzero gradient of an element, its z is set so
+    that the formula for p gives the present value of the element. A zero gradient changes nothing.
+    An update of some rows therefore equals, to the last bit, an update of all rows with zero
+    gradients for the other rows.
 
     Pitfalls: an element that begins at 0 stays 0 until its gradients add up to more than `l1`. An
     update of weight w adds ``w * g * g`` to n, as in `adagrad`.
@@ -47,7 +48,8 @@ def ftrl(lr: Rate, beta: float = 1.0, l1: float = 0.0, l2: float = 0.0) -> Optim
     def kernel(weights, gradient, z, n, scratch, rate, weight, threshold, smooth):
         dtype = weights.dtype
         moves = np.not_equal(gradient, 0)
-        # Without a gradient so far, z is what it must be for the present value of the weight.
+        # If an element has had no gradient so far, z is set so that the formula for p gives the
+        # present value of the weight.
         begins = np.equal(n, 0)
         np.multiply(weights, smooth, out=scratch, dtype=dtype)
         np.add(scratch, np.sign(weights) * threshold, out=scratch, dtype=dtype)

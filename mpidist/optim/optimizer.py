@@ -47,13 +47,13 @@ class Optimizer:
         ``init(parameters) -> state``; `parameters` is a dict of floating-point arrays.
     update : callable
         ``update(gradients, state, parameters, weight=1.0)`` changes `state` and `parameters` in
-        place and does not change `gradients`. `weight` multiplies the learning rate of this update
-        and is added to ``progress``, the argument of the schedule. A parameter server may make a
-        separate update for the gradients of each worker; `weight` is then the worker's share of the
-        global batch. Together, k updates of weight 1/k move the parameters as far, and advance the
-        schedule as much, as one update of weight 1. Scaling the gradients instead of the learning
-        rate would not work, because Adam ignores the scale of gradients. If `update` is given only
-        some of the parameters that `init` was given, it updates only these.
+        place and does not change `gradients`. `weight` multiplies the learning rate of this update.
+        `weight` is also added to ``progress``, the argument of the schedule. A parameter server may
+        make a separate update for the gradients of each worker; `weight` is then the worker's share
+        of the global batch. Together, k updates of weight 1/k move the parameters as far, and
+        advance the schedule as much, as one update of weight 1. Scaling the gradients instead of
+        the learning rate would not work, because Adam ignores the scale of gradients. If `update`
+        gets only some of the parameters that `init` got, it updates only these parameters.
     elementwise : bool
         True if updating the shards of an array one by one gives the same bits as updating the whole
         array.
@@ -64,8 +64,9 @@ class Optimizer:
         "": `update` takes whole gradients only. "lazy": a gradient may also be a tuple
         ``(rows, values)`` with distinct rows of the first axis. Only these rows of the parameter
         and of the state change: in the other rows no running mean decays, and no weight decay
-        applies. "exact": as "lazy", and a zero gradient changes nothing, so that the update of some
-        rows has the bits of an update of all rows with zeros elsewhere.
+        applies. "exact": as "lazy", and in addition a zero gradient changes nothing. The update of
+        some rows then has the same bits as an update of all rows with zero gradients in the other
+        rows.
     inner : Optimizer or None
         The optimizer that gets the gradients after they are clipped, see `clipped`.
     """
@@ -86,7 +87,8 @@ class Optimizer:
     def like(self, name: str, settings: Mapping) -> Optimizer:
         """Return another optimizer by its name and settings, see `from_settings`.
 
-        So a parameter server, which knows one optimizer, makes those that workers change to.
+        A parameter server, which has one optimizer, calls this method to make the optimizer that
+        its workers change to.
         """
         return import_module(__package__).from_settings(name, settings)
 
@@ -144,7 +146,8 @@ def elementwise(
         rate = schedule(float(state["progress"])) * weight
         scalars = coefficients(rate, int(state["step"]) + 1, weight)
         for group in groups:
-            # In the dtype of the parameter, because bfloat16 arrays do not accept Python floats.
+            # The coefficients are converted to the dtype of the parameter, because bfloat16 arrays
+            # do not accept Python floats.
             typed = [group[0].dtype.type(scalar) for scalar in scalars]
             whole = not isinstance(group[1], tuple)
             for piece in _pieces(group) if whole else row_groups(group, PIECE):

@@ -5,8 +5,8 @@
                 2 . . .                # # #
                 3 # # #
 
-The kernel of the optimizer works on copies of the rows of the parameter and of the state, which are
-then written back. The other rows are neither read nor written.
+The kernel of the optimizer works on copies of these rows of the parameter and of the state. The
+copies are then written back. The other rows are neither read nor written.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ..errors import ConfigError
 def checked_rows(where: str, gradient: tuple, parameter) -> tuple:
     """Check a gradient (rows, values) of a parameter, and return it.
 
-    The parameter has the shape (n, ...), or it is the flat array of such rows, as on a
-    parameter server. `where` begins the text of an error.
+    The parameter has the shape (n, ...), or it is a flat array of its rows, as on a parameter
+    server. `where` begins the text of an error.
 
     Raises
     ------
     ConfigError
-        The rows are not distinct, are no rows of the parameter, or do not fit the values.
+        When the rows are not distinct, are outside the parameter, or do not fit the values.
     """
     form = len(gradient) == 2 and all(hasattr(array, "shape") for array in gradient)
     rows, values = gradient if form else (np.empty(0, np.int64), np.empty(()))

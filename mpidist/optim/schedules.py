@@ -83,7 +83,8 @@ def step_decay(lr: float, every: int, factor: float = 0.1, warmup: int = 0) -> S
 
     def rate(step: float) -> float:
         rise = min(step + 1, warmup) / warmup if step < warmup else 1.0
-        # Shares of pushes add up to a whole number up to rounding: ten times 0.1 is less than 1.
+        # The weights of several updates add up to a whole number only up to rounding: the sum of
+        # ten times 0.1 is less than 1.
         return lr * rise * factor ** math.floor(step / every + 1e-9)
 
     settings = {"lr": lr, "every": every, "factor": float(factor), "warmup": warmup}
@@ -98,7 +99,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def as_schedule(lr: Rate) -> Schedule:
-    """Return `lr` as a Schedule: a number becomes a constant rate, a callable keeps its name."""
+    """Return `lr` as a Schedule: a number becomes `constant`, and a callable keeps its name."""
     if isinstance(lr, Schedule):
         return lr
     if callable(lr):

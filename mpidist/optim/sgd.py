@@ -1,4 +1,4 @@
-"""Plain gradient descent (SGD); with it all synchronous modes of training give the same results."""
+"""Plain gradient descent (SGD): all synchronous modes of training give the same result with it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .schedules import Rate, check_range
 def sgd(lr: Rate, weight_decay: float = 0.0) -> Optimizer:
     """Make the optimizer of gradient descent, ``p -= lr * (g + weight_decay * p)``.
 
-    The update is linear in the gradient, so k updates of weight 1/k equal one update with the mean
-    gradient, if all gradients are computed at the same parameters, `lr` does not change meanwhile,
-    and `weight_decay` is 0. A parameter server in synchronous mode (SSP with staleness 0) therefore
-    gives the same result as serial training.
+    The update is linear in the gradient. So k updates of weight 1/k equal one update with the mean
+    gradient, if all gradients are computed at the same parameters, `lr` does not change between the
+    updates, and `weight_decay` is 0. A parameter server in synchronous mode (SSP with staleness 0)
+    therefore gives the same result as serial training.
 
     If a gradient has only some rows of a parameter, the weight decay of the other rows is skipped;
     without weight decay the result is that of a gradient with zeros in the other rows.

@@ -24,16 +24,17 @@ from typing import Any
 
 from ..byte_runs import LRUCache
 
-#: Bytes of a block, and of one input for zlib. A point may keep such an input alive.
+#: The bytes of a block, and of the compressed data that zlib gets at once. A point (saved state)
+#: may keep such compressed data in memory.
 _BLOCK, _CALL = 256 << 10, 16 << 10
-#: Most points and blocks of all files together: 28 and 32 MiB.
+#: The largest number of points and of blocks, of all files together: 28 and 32 MiB.
 _POINTS, _BLOCKS = 512, 128
-#: Makes zlib find out by the first bytes whether a file is gzip or zlib.
+#: With this value, zlib finds out by the first bytes whether a file is gzip or zlib.
 _EITHER = 32 + zlib.MAX_WBITS
 
 
 def is_compressed(head: bytes) -> bool:
-    """Return whether `head`, a file's first bytes, looks like gzip or zlib; few other files do."""
+    """Return whether `head`, the first bytes of a file, looks like gzip or zlib."""
     zlib_head = len(head) > 1 and head[0] & 143 == 8 and int.from_bytes(head[:2], "big") % 31 == 0
     return head.startswith(b"\x1f\x8b") or zlib_head
 
@@ -58,7 +59,8 @@ class _Cursor:
         while True:
             packed = self._pread(self._at, _CALL)
             if self._stream is None:
-                # After zeros, which tapes use to fill up a block, another stream may follow.
+                # Another stream may follow after zeros, with which programs that write to tapes
+                # fill up a block.
                 zeros = len(packed) - len(packed.lstrip(b"\0"))
                 if zeros:
                     self._at += zeros
@@ -80,9 +82,9 @@ class _Cursor:
 
 
 class DecompressionCache:
-    """A cache of decompressed blocks of several files, and of the last used decompressor.
+    """A cache of decompressed blocks of several files, and of the decompressor that was used last.
 
-    Not locked.
+    The cache has no lock, so only one thread at a time may use it.
     """
 
     def __init__(self, files: int):
@@ -94,8 +96,8 @@ class DecompressionCache:
 class Compressed:
     """One compressed file.
 
-    Before the first call of `read`, iterate over all that `pieces` yields. Only one thread at a
-    time may use this object.
+    Before the first call of `read`, the caller must iterate over all that `pieces` yields. Only one
+    thread at a time may use this object.
 
     Parameters
     ----------

@@ -24,7 +24,8 @@ from ...errors import BadRecord, ClosedError, ConfigError
 from ..byte_runs import ByteRun, LRUCache, Rooms, RunReader, bytes_of
 from ..sources import Part, Source, check_split
 
-#: Bytes of chunks that are cached, because this batch and the next ones need more rows of them.
+#: The largest number of bytes of chunks that are cached, because this batch and the next ones need
+#: more rows of the same chunks.
 _CACHE = 32 << 20
 #: Rows that are more than this many bytes apart are read separately.
 _GAP = 4096
@@ -54,7 +55,7 @@ class HDF5:
         self._lock, self._rooms = threading.Lock(), Rooms()
         if not self.names:
             raise ConfigError(f"hdf5: {path}: no dataset is named; give at least one")
-        from ... import untrusted_hdf5  # imports h5py, which runs with other data do not need
+        from ... import untrusted_hdf5  # this imports h5py, which runs with other data do not need
 
         self._file = untrusted_hdf5.open_untrusted(path, follow=True)
         self._raw = os.dup(self._file.id.get_vfd_handle())
@@ -138,7 +139,8 @@ class _Rows:
         """Return the rows `low` to `high` - 1 of the dataset."""
         out = self._rooms.empty((high - low, *self._shape), self._dtype)
         room = bytes_of(out)
-        # The first row of the piece in each chunk, and its offset; adjacent pieces are one run.
+        # For each chunk: the first row of the piece in this chunk, and the offset of this row.
+        # Pieces that are adjacent in the file are one run.
         firsts = np.array([low, *range(low - low % self.chunk + self.chunk, high, self.chunk)])
         begins = self._where(firsts)
         sizes = np.diff(firsts, append=high) * self._nbytes
@@ -214,9 +216,10 @@ class _Chunks:
         self.count = dataset.shape[0]
         row = max(1, int(np.prod(dataset.shape[1:], dtype=np.int64)) * dataset.dtype.itemsize)
         self.chunk = dataset.chunks[0] if dataset.chunks else max(1, _GAP // row)
-        # At least two, because a batch may have rows on both sides of a chunk's end.
+        # At least two chunks, because a batch may have rows on both sides of a chunk's end.
         most, rows = max(2, cache // (row * self.chunk)), self.chunk
-        # Without `self`: a reference cycle would keep the dataset open after its last use.
+        # The function does not use `self`, because a reference cycle would keep the dataset open
+        # after its last use.
         self._cached = LRUCache(lambda k: dataset[k * rows : (k + 1) * rows], most)
 
     def piece(self, low: int, high: int) -> np.ndarray:

@@ -40,8 +40,9 @@ def idx(
     Raises
     ------
     ConfigError
-        When a file is missing, is not IDX, or has more or fewer bytes than its header says; when
-        the files differ in their number of samples; when `train` leaves no test samples.
+        When a file is missing, is not IDX, or has more or fewer bytes than its header says. Also
+        when the two files have different numbers of samples, or when no sample is left for the test
+        set.
 
     References
     ----------

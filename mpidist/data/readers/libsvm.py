@@ -3,7 +3,7 @@
     1 3:0.5 10:1          label, then column:value, columns ascending
     2 qid:7 4:1   # note  a query number and a comment
     1,5,9 4:1             several labels, or none: with multilabel=True
-                          empty lines and comments are no records
+                          empty lines and comments are not records
 
 A line that is not a valid record counts as a bad record: it has a record number, and `take` raises
 BadRecord for this number. NaN and infinities are valid values.
@@ -29,10 +29,10 @@ import numpy as np
 from ...errors import BadRecord, ConfigError, in_one_line, shown
 from ..sources import Source
 
-#: The largest valid column, and the most columns of a dense sample (4 MiB) that are accepted from a
-#: file without the argument `features`.
+#: The largest valid column; and the largest number of columns of a dense sample (4 MiB) if the
+#: argument `features` is not given.
 _LAST, _WIDEST = (1 << 31) - 1, 1 << 20
-#: The bytes inside of words: all but white space, colons and the mark of a comment.
+#: The bytes that a word may have: all except white space, colons and the mark of a comment.
 _ATOMS = bytes(set(range(256)) - set(b" \t\n\r\v\f:#"))
 
 
@@ -44,10 +44,10 @@ class LibSVM:
     path : path-like
         A plain, gzip or bzip2 file.
     features : int, optional
-        Number of columns of a dense sample. A record with a column that is not below `features` is
-        bad. The default is the largest column of the file plus one. Since one wrong digit in the
-        file can make the default very large, `take` refuses more than 2^20 columns if `features` is
-        not given; `rows` has no limit.
+        Number of columns of a dense sample. A record with a column of number `features` or more is
+        bad. The default is the largest column of the file plus one. One wrong digit in the file can
+        make the default very large. If `features` is not given, `take` therefore refuses more than
+        2^20 columns; `rows` has no limit.
     classes : sequence of float, optional
         The label value of each class, in ascending order. If `classes` is given, `take` returns
         class numbers (int64, from 0) in place of label values.
@@ -65,14 +65,14 @@ class LibSVM:
     Attributes
     ----------
     labels : array (n,)
-        The labels; NaN for a bad record. With `multilabel`, the labels of all records in one array.
-    label_starts : array (n + 1,)
-        Record k has ``labels[label_starts[k]:label_starts[k + 1]]``, ascending.
-    starts, columns, values : arrays
-        Record k has ``columns[starts[k]:starts[k + 1]]``, ascending, and the same part of `values`.
-    queries : array (n,) of int64, with `query_id`
+        The label of each record, NaN for a bad record. With `multilabel`, the array has the labels
+    of all records one after the other. label_starts : array (n + 1,)
+        The labels of record k are ``labels[label_starts[k]:label_starts[k + 1]]``, in ascending
+    order. starts, columns, values : arrays
+        The columns of record k are ``columns[starts[k]:starts[k + 1]]``, in ascending order, and
+    its values are the same part of `values`. queries : array (n,) of int64, with `query_id`
     zero_based : bool
-        Whether the file counts columns from 0, as given or as found by "auto".
+        Whether the file counts columns from 0, as the caller said or as "auto" found.
 
     Raises ConfigError if the file cannot be read or decompressed to its end.
     """

@@ -25,7 +25,7 @@ from ...errors import ConfigError, MpidistError
 
 #: Bytes per read.
 _PIECE = 4 << 20
-#: Seconds after which an HTTP server that sends nothing is an error.
+#: If an HTTP server sends nothing for this many seconds, an error is raised.
 _SILENCE = 60.0
 
 
@@ -56,8 +56,8 @@ def local_copy(
     bandwidth : float, optional
         The largest number of bytes per second that each node fetches.
     ranks_per_node : int, optional
-        The ranks are divided into simulated nodes of this many ranks, as in `Topology`. Each
-        simulated node must be given another folder.
+        For tests: the ranks are divided into simulated nodes of this many ranks, as in `Topology`.
+        The ranks of each simulated node must pass a folder of their own.
 
     Raises
     ------
@@ -68,7 +68,8 @@ def local_copy(
 
 
 def _copies(comm, urls, folder, ranks_per_node, *how) -> list[Path]:
-    # Not imported at the top: the URLs of a job file are found before MPI starts.
+    # Not imported at the top, because `mpidist train` looks for URLs in a job file before MPI
+    # starts.
     from ...runtime.topology import node_once
 
     own = folder is None
@@ -97,7 +98,7 @@ def brought_here(comm, settings: Mapping, *, ranks_per_node: int | None = None) 
     """
     table = dict(settings)
     cache = table.pop("cache", None)
-    # Rank 0 alone lists patterns, so that all ranks get the same files.
+    # Only rank 0 looks up which files match a pattern, so that all ranks get the same files.
     found, problem = comm.bcast(_listed(table) if comm.rank == 0 else None)
     if problem:
         error = ConfigError(problem)
@@ -165,7 +166,7 @@ def without_secrets(url: str) -> str:
 
 
 def _there(url: str, target: Path) -> bool:
-    """Return whether `target` exists, and has the length of the original if that is known."""
+    """Return whether `target` exists, with the length of the original if that length is known."""
     if not target.exists():
         return False
     try:
@@ -182,7 +183,8 @@ def fetch(
     if tries < 1:
         raise ConfigError(f"remote: tries is {tries}, expected 1 or more")
     target.parent.mkdir(parents=True, exist_ok=True)
-    # The name has host and process, because nodes may share the disk of the folder.
+    # The name of the temporary file has the host and the process, because nodes may share the
+    # folder.
     partial = target.with_name(f"{target.name}.{socket.gethostname()}.{os.getpid()}.part")
     try:
         for number in range(1, tries + 1):
@@ -205,7 +207,7 @@ def fetch(
 
 
 def _hopeless(error: Exception) -> bool:
-    """Return whether another try would be useless: the URL is wrong, or access is denied."""
+    """Return whether another attempt would be useless: the URL is wrong, or access is denied."""
     from urllib.error import HTTPError
 
     if isinstance(error, HTTPError):

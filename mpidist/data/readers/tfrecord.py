@@ -1,4 +1,4 @@
-"""Read TFRecord files, whose records are any bytes, each with its length and two checksums.
+"""Read TFRecord files: a record is any sequence of bytes, with its length and two checksums.
 
     length (8 bytes)  crc of the length (4)  |  data  |  crc of the data (4)     little-endian
 
@@ -31,7 +31,8 @@ _HEAD, _FOOT = 12, 4
 _DELTA = 0xA282EAD8
 #: Bytes per read while the index of a file is made.
 _LOOK = 1 << 16
-#: Longer records are not decompressed, because a few compressed bytes can stand for any number.
+#: The largest record, in bytes, that is decompressed. A few compressed bytes can stand for any
+#: number of bytes.
 _LONGEST = 1 << 30
 
 
@@ -102,7 +103,8 @@ class TFRecords:
             self.close()
             raise
         self.bounds = [0, *itertools.accumulate(len(places) - 1 for places in bounds)]
-        # The offsets in its file where each record, with head and foot, begins and ends.
+        # For each record, with its head and foot: the offsets in its file at which it begins and
+        # ends.
         self._begins = np.concatenate([places[:-1] for places in bounds])
         self._ends = np.concatenate([places[1:] for places in bounds])
 
@@ -194,7 +196,7 @@ class TFRecords:
         if room is None or len(room) < bounds[-1]:
             room = np.empty(bounds[-1], np.uint8)
         data = room[: bounds[-1]]
-        # Neighbours are read in one run.
+        # Records that are next to each other in a file are read in one run.
         cuts = np.flatnonzero((begins[1:] != ends[:-1]) | (files[1:] != files[:-1])) + 1
         firsts = np.concatenate([[0], cuts])[: len(rows)]
         view = bytes_of(data)

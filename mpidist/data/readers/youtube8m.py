@@ -43,8 +43,9 @@ class Videos:
 
     def __init__(self, paths, classes: int):
         self.records, self.classes = TFRecords(paths), classes
-        # Records are read and decoded in pieces. A piece is large, because its fixed cost is that
-        # of sixty records, and small enough for its bytes to stay in a cache until decoded.
+        # Records are read and decoded in pieces. Each piece has a fixed cost as high as the cost of
+        # sixty records, so a piece is large. But a piece is small enough for its bytes to stay in a
+        # cache until they are decoded.
         mean = -(-self.records.nbytes // max(1, len(self)))
         self._piece = max(1, _PIECE // max(1, mean))
         self._room = np.empty(2 * _PIECE, np.uint8)
@@ -79,8 +80,8 @@ class YouTube8M(Videos):
     ----------
     paths : path-like, or sequence of path-like
     classes : int
-        Number of entities. A record with a label that is not below `classes` is bad.
-    features : mapping of name -> length
+        Number of entities. A record with a label of `classes` or more is bad. features : mapping of
+    name -> length
         Names and lengths of the float features of a sample, in order.
     """
 
@@ -151,7 +152,7 @@ def mark_entities(records: Laid, spans: np.ndarray, indices, labels: np.ndarray)
     """Set `labels` to 1 for the entities of each record, and to 0 for all others.
 
     `spans` has the (begin, end) of each record's list of entities, which are varints. Raises
-    BadRecord for an entity that is not below the number of classes.
+    BadRecord for an entity number that is not less than the number of classes.
     """
     labels[...] = 0
     starts, stops = spans.T
