@@ -5,7 +5,7 @@ Any number of ranks can load a step.
 
 Module `store` has the public class `CheckpointStore`. Module `tiered` has `TieredStore`, which
 saves a copy on each node before it saves to the shared folder. Module `load` reads a checkpoint in
-a process without MPI. The code in `write/` saves a step, the code in `read/` restores one, and the
-code in `export/` writes one in other formats. The format of the files is in `format/`, and all
-system calls that change the disk are in `storage/`.
+a process without MPI. The code in `write/` saves a step, the code in `read/` restores a step, and
+the code in `export/` writes a step in other formats. The format of the files is in `format/`, and
+all system calls that change the disk are in `storage/`.
 """

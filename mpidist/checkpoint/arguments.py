@@ -48,7 +48,7 @@ def checked_number(
     `value` may have any integer type, but not bool. `name` is the argument's name in the error
     text.
 
-    If `optional` is true, `value` may also be None, for which None is returned.
+    If `optional` is true, `value` may also be None, and the result is then None.
     """
     if value is None and optional:
         return None
@@ -61,7 +61,7 @@ def checked_number(
 def checked_step(step, needed: bool = False, name: str = "step") -> int | None:
     """Return a step number as an int; raise ConfigError if it is not valid.
 
-    If `needed` is false, `step` may also be None, for which None is returned.
+    If `needed` is false, `step` may also be None, and the result is then None.
     """
     expected = f"an integer from 0 to {MAX_STEP}"
     return checked_number(name, step, 0, expected, MAX_STEP, optional=not needed)
@@ -73,7 +73,7 @@ def which(step, history, needed: bool = False) -> dict:
 
 
 def yes_or_no(name: str, value) -> bool:
-    """Return an argument as a bool; raise ConfigError if it has no truth value."""
+    """Return an argument as a bool; raise ConfigError if ``bool(value)`` is not possible."""
     try:
         return bool(value)
     except Exception:

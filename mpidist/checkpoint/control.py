@@ -1,10 +1,10 @@
 """Do work on each rank of a store, and raise an error of one rank on all ranks.
 
-The functions `run_on_all` and `same_on_all` are those of `runtime.agreement`, with one argument
-set: the function `fault`, which chooses the class of the exception that all ranks raise. If one
-rank has an error of the file system or lacks memory, all ranks raise a StorageError, which says
-that the same call may succeed later. Any other exception that is not an error of mpidist becomes a
-CheckpointError.
+The functions `run_on_all` and `same_on_all` are those of `runtime.agreement`; only their argument
+`fault` is set here. The function `fault` chooses the class of the exception that all ranks raise.
+If one rank has an error of the file system or lacks memory, all ranks raise a StorageError, which
+says that the same call may succeed later. Any other exception that is not an error of mpidist
+becomes a CheckpointError.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def by_rank_0(comm, doing: str, work: Callable[[], Any]) -> Any:
 
 
 def call(comm, kind: str):
-    """Return a context manager for a public method; it tells other ranks if the method raises."""
+    """Return a context manager that sends an exception of a public method to the other ranks."""
     return context.of(comm).call(kind)
 
 

@@ -1,9 +1,9 @@
-"""The copy of a state that an attempt of a job leaves in memory for the next one.
+"""The copy of a state that an attempt of a job leaves in memory for the next attempt.
 
 The copy is a checkpoint in a folder of /dev/shm, so any number of ranks of its host can restore
 from it. It is the newest state of the run until the next attempt has saved a step to its store. The
-copy is for attempts of the same `mpidist launch`. If `mpidist launch` is killed, no rank can know
-whether the next job continues the same run.
+copy is used only by attempts of the same `mpidist launch`. If `mpidist launch` is killed, the copy
+is not used, because no rank can know whether the next job continues the same run.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .tiered import report_no_copy
 def folder_of(memory: Path, path: str) -> Path:
     """Return the folder of the copy; `memory` is `launch.environment.memory_folder`.
 
-    `path` is the shared folder of the run's store, by which copies of several runs differ.
+    `path` is the shared folder of the run's store; it distinguishes the copies of several runs.
     """
     name = hashlib.sha256(f"{launched_by()} {path}".encode()).hexdigest()
     return memory / f"handed-{name[:16]}"
 
 
 def save_copy(comm, memory: Path, path: str, step: int, state: Mapping) -> bool:
-    """Save `state` in memory; return false, with a line, if that cannot be done. Collective."""
+    """Save `state` in memory; if that fails, print a line and return False. Collective."""
     folder = folder_of(memory, path)
     try:
         run_on_all(comm, "hand-over: folder", lambda: make_private(memory))
@@ -72,8 +72,7 @@ def restore_newest(comm, memory: Path | None, store, like: dict, handed: str) ->
 def restore_copy(comm, memory: Path, path: str, like: Mapping, newer_than: int | None):
     """Return (step, state) from the copy, or None. Collective; see `CheckpointStore.restore`.
 
-    The result is None if this host or another one has no copy that is newer than the step
-    `newer_than`.
+    The result is None if some host has no copy that is newer than the step `newer_than`.
     """
     folder = folder_of(memory, path)
     there = run_on_all(comm, "hand-over: copy", lambda: any(folder.glob("step-*")), all)
@@ -91,5 +90,5 @@ def restore_copy(comm, memory: Path, path: str, like: Mapping, newer_than: int |
 
 
 def remove_copy(memory: Path, path: str) -> None:
-    """Remove the copy; one rank of its host or several do that."""
+    """Remove the copy; one or several ranks of the host call this function."""
     shutil.rmtree(folder_of(memory, path), ignore_errors=True)

@@ -7,18 +7,19 @@ r"""Histories (branches) of a store: which step continues which, and which histo
     history 2    10                           the newest: `restore`, retention and readers follow it
 
 A save continues the step that its store restored or saved last. If a save continues the newest step
-of the newest history, it belongs to that history. A save begins a new history in two cases: the run
-went back, so that the save continues a step that is not the newest one; or the new step has a lower
-number than the step that the save continues. A new history gets the next free number. A new history
-branches off at the step that its first save continues. If the new step's number is not higher than
-that of the continued step, the history branches off just before the new step's number. A save that
-continues no step is allowed only if the folder holds no good step, or if the store ignores the
-steps in it (``fresh=True``). The line of a history is the whole sequence of steps that led to its
-last step. A line begins with steps of the older histories that this history continues, each up to
-the step where the next one branches off, and ends with the history's own steps. In the line of a
-history, the step numbers increase. The newest history is the one with the highest number that has a
-committed step. Saves add steps only to the newest history. The last step of the newest history is
-called the newest step of the store, even if another step has a higher number.
+of the newest history, it belongs to that history. A save begins a new history in two cases: first,
+if the run went back, so that the save continues a step that is not the newest one; second, if the
+new step has a lower number than the step that the save continues. A new history gets the next free
+number. A new history branches off at the step that its first save continues. If the new step's
+number is not higher than that of the continued step, the history branches off just before the new
+step's number. A save that continues no step is allowed only if the folder holds no good step, or if
+the store ignores the steps in it (``fresh=True``). The line of a history is the whole sequence of
+steps that led to its last step. A line begins with steps of the older histories that this history
+continues, each up to the step where the next one branches off, and ends with the history's own
+steps. In the line of a history, the step numbers increase. The newest history is the one with the
+highest number that has a committed step. Saves add steps only to the newest history. The last step
+of the newest history is called the newest step of the store, even if another step has a higher
+number.
 
 The names of folders and files show which steps and histories exist, so one listing of the store's
 folder is enough to find them:
@@ -29,10 +30,10 @@ folder is enough to find them:
 
 A mark, the file that says where a history begins, is on stable storage before the first step of the
 history is renamed to its final name. The mark stays while the store has a step of this history, or
-of one that continues it. A history without a committed step is never the newest. If the process is
-killed while it begins a history, the newest history is either the former newest one or the new one.
-Only the process that holds the store's lock creates marks. In a store without marks, all steps
-belong to history 0.
+of a history that continues it. A history without a committed step is never the newest. If the
+process is killed while it begins a history, the newest history is either the former newest one or
+the new one. Only the process that holds the store's lock creates marks. In a store without marks,
+all steps belong to history 0.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class Histories:
         return self._committed[entry]
 
     def committed(self, entries: Iterable[Entry]) -> Iterator[Entry]:
-        """Yield the committed step folders of `entries`; look into each folder only when needed."""
+        """Yield the committed step folders of `entries`; each folder is read only when needed."""
         return filter(self.is_committed, entries)
 
     def numbers(self) -> Iterator[int]:
@@ -134,8 +135,9 @@ class Histories:
     def parts(self, number: int | None) -> Iterator[tuple[int, int]]:
         """Yield history `number` and the older histories that it continues, newest first.
 
-        Each history is yielded as a tuple of its own number and a step number. Steps of the yielded
-        history with higher numbers did not lead to the last step of history `number`.
+        Each history is yielded as a tuple of its own number and a step number. The steps of the
+        yielded history up to this step number led to the last step of history `number`; its later
+        steps did not.
         """
         last = MAX_STEP
         while number is not None:
@@ -201,9 +203,10 @@ def opened(path: str) -> Iterator[tuple[int, Histories]]:
 def _found(path: str, pick: Callable[[Histories], T]) -> tuple[T, Histories]:
     """List the folder of a store; return what `pick` finds in the listing, and the listing.
 
-    While a folder is listed, a job may rename a new step into place and remove an old one, and the
-    listing may contain neither of the two. A listing may thus miss steps, so `pick` is called again
-    with new listings until it finds something, or until two successive listings are equal.
+    While a folder is listed, a job may give a new step its final name and remove an old step, and
+    then the listing may contain neither of the two steps. Because a listing may miss steps, `pick`
+    is called again with new listings until it finds something, or until two successive listings are
+    equal.
     """
     with opened(path) as (root, listed):
         seen: frozenset[str] | None = None
@@ -215,7 +218,7 @@ def _found(path: str, pick: Callable[[Histories], T]) -> tuple[T, Histories]:
 def first(
     path: str, step: int | None = None, history: int | None = None, passed: Collection = ()
 ) -> Entry | None:
-    """Return the newest committed step folder of a history that is not in `passed`.
+    """Return the newest committed step folder of a history, except the folders in `passed`.
 
     The search covers the whole line of the history: its own steps, and the steps of older histories
     that led to them. If `history` is None, the newest history is searched. If `step` is given, only
@@ -313,8 +316,7 @@ def publish(name: str, history: int, step: int, root: int) -> Entry:
 
 
 class Line:
-    """The step that comes before the step of the next save, in its history. Only rank 0 uses this
-    class.
+    """The step that the next save continues. Only rank 0 uses this class.
 
     Parameters
     ----------
@@ -332,7 +334,7 @@ class Line:
         self._at: Entry | None = None
 
     def stand(self, entry: Entry) -> None:
-        """Record that `entry` was restored or saved, so that the next save continues it."""
+        """Record that the step `entry` was restored or saved; the next save continues this step."""
         self._at, self._fresh = entry, False
 
     def is_fresh(self) -> bool:
@@ -377,7 +379,7 @@ class Line:
         return not self.is_fresh() if latest is None else (history, step) >= latest[:2]
 
     def is_of(self, history: int, step: int) -> bool:
-        """Whether a step copied to a node is of the newest history, or is newer than its steps.
+        """Whether a step copied to a node is in the newest history, or newer than that history.
 
         Steps of the older histories that the newest history continues count too.
         """

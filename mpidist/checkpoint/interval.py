@@ -15,8 +15,8 @@ from math import ceil, sqrt
 
 from ..errors import ConfigError
 
-#: If the interval is a time, the number of steps before the first save. The time of a step is
-#: measured during these steps.
+#: If the interval is a time, the first save comes after this many steps, during which the time of a
+#: step is measured.
 FIRST = 10
 #: Default for the mean time between failures of a job, in seconds.
 FAILURE_SECONDS = 86_400.0
@@ -33,8 +33,8 @@ def best_interval(save_seconds: float, failure_seconds: float, most: float = 0.0
     save_seconds : float
         The time that a save costs the job, as measured, for example with ``mpidist.events.spans``.
     failure_seconds : float
-        Mean time between failures of the whole job, which is that of one node divided by the number
-        of nodes.
+        Mean time between failures of the whole job: the mean time between failures of one node,
+        divided by the number of nodes.
     most : float
         The largest fraction of the run time that saves may take, from 0 to 1.
 
@@ -58,7 +58,7 @@ def seconds_of(text: str) -> float | None:
 
 
 class SaveInterval:
-    """Chooses which steps of a training loop to save. Of the methods, only `saved` is collective.
+    """Chooses which steps of a training loop to save. Only the method `saved` is collective.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ class SaveInterval:
     If `every` is a time or "auto", all ranks agree after each save on how many steps fit into the
     interval. To compute the number of steps between two saves, the ranks use the mean time of a
     step since the previous save, on the slowest rank. Because all ranks agree, they save at the
-    same step, and no rank decides by its own clock.
+    same step. If each rank decided by its own clock, they could save at different steps.
     """
 
     def __init__(self, every: int | str):
@@ -103,7 +103,8 @@ class SaveInterval:
         """Return whether to save `step`; the answer is the same on all ranks."""
         if self.steps is None:
             return step >= self.next
-        # After a death, workers that are behind pass over save points that others have reached.
+        # After a rank has died, workers that are behind the others skip the save points that the
+        # others have reached.
         return step > self._at and step % self.steps == 0
 
     def saved(self, comm, step: int, save_seconds: float) -> None:

@@ -29,10 +29,10 @@ from .storage.steps import Entry
 
 T = TypeVar("T")
 
-#: A reader gives up after this many steps that a running job has removed while they were read.
+#: If a running job has removed this many steps while a reader read them, the reader gives up.
 _MOST_REMOVED = 100
-#: Seconds between two listings of the folder by `wait_for_step`: the first pause, and the longest
-#: pause.
+#: `wait_for_step` lists the folder again after a pause; these are the first and the longest pause,
+#: in seconds.
 _PAUSES = 0.02, 1.0
 
 
@@ -47,8 +47,8 @@ def load(path, step: int | None = None, *, history: int | None = None) -> dict:
         The step to read; None means the newest good step. Damaged steps are reported on stderr and
         skipped.
     history : int, optional
-        The number of a history (branch) of the store, for example one that the run has left; None
-        is the newest history.
+        The number of a history (branch) of the store, for example of a branch that the run does not
+        continue; None means the newest history.
 
     Raises
     ------
@@ -76,7 +76,7 @@ def saved_extras(path) -> dict:
     """Return the extras of the newest step as nested dicts, without its arrays.
 
     The result is empty if there is no step, or if its manifest is damaged. Only the manifest is
-    read, so nothing proves that the arrays are undamaged.
+    read; the arrays may be damaged.
     """
     path = checked_path("path", path)
     with suppress(NoCheckpoint, Damaged):
@@ -137,8 +137,8 @@ def newest_good(
 ) -> tuple[Entry, T]:
     """Return the newest step folder that `read` finds undamaged, and the result of `read`.
 
-    Damaged steps are reported and skipped. A step that a running job has removed meanwhile does not
-    count as damaged.
+    Damaged steps are reported and skipped. If a running job has removed a step meanwhile, the step
+    does not count as damaged.
     """
     search = Search(path, step, history)
     while True:
@@ -186,8 +186,8 @@ class Search:
 
         If a running job has removed the folder meanwhile, it does not count as damaged.
 
-        The damage is reported on stderr and in the event log, unless `said` is true, which means
-        that it is already reported.
+        The damage is reported on stderr and in the event log, unless `said` is true. If `said` is
+        true, the damage has already been reported.
         """
         path, entry = self._path, self._entry
         if histories.is_gone(path, entry):
@@ -251,8 +251,8 @@ def damages(path: str, entry: Entry, part: int = 0, parts: int = 1) -> tuple[lis
     found, looked_at = [], 0
     for number in range(part, len(manifest.files), parts):
         try:
-            # The read bypasses the system's cache, which could hold good bytes although those on
-            # the disk are bad.
+            # The read bypasses the system's cache, which could hold good bytes although the bytes
+            # on the disk are bad.
             with open_reader(path, entry, manifest, direct=True) as reader:
                 reader.check_file(number)
         except Damaged as damage:

@@ -5,9 +5,10 @@
     memory  x     x     x     x     x          all ranks are killed in step 123: the next attempt
                                                begins with step 120, and not with step 100
 
-The copies are those of a `TieredStore`, in a folder of /dev/shm that `mpidist launch` names, and
-removes at the end of the job. Each node has a whole copy of all arrays but the shards. So if a node
-is lost, and no rank has shards, the next attempt goes on from the copies of the other nodes.
+A `TieredStore` makes the copies, in a folder of /dev/shm. `mpidist launch` chooses the name of this
+folder, and removes the folder at the end of the job. Each node has a whole copy of all arrays
+except shards. So if no rank has shards and a node is lost, the next attempt continues from the
+copies of the other nodes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .format.state import Shard, array_of, has_array, leaves
 from .interval import SaveInterval
 from .tiered import TieredStore, report_no_copy
 
-#: The step that a node keeps, and the one that it writes meanwhile.
+#: A node has at most two copies: the step that it keeps, and the next step while it is written.
 COPIES = 2
 
 
@@ -64,7 +65,7 @@ class _CopiesStore(TieredStore):
 
     def _open(self, make: bool) -> None:
         if make and self._local is None:
-            # The attempt before may have removed the folder when it ended, while this one was
+            # The previous attempt may have removed the folder when it ended, while this attempt was
             # getting ready (`fault_tolerance.hand_over`).
             run_on_all(self._comm, "copies in memory", lambda: make_private(self.folder))
         super()._open(make)
@@ -73,7 +74,7 @@ class _CopiesStore(TieredStore):
 def make_private(folder: Path) -> None:
     """Make a folder that no other user of the node can read or replace.
 
-    The first rank on a node also removes the copies of dead jobs there.
+    The first rank on a node also removes copies that dead jobs have left on this node.
     """
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -84,7 +85,7 @@ def make_private(folder: Path) -> None:
 
 
 class MemoryCopies:
-    """Choose steps of a loop, and keep a copy of the state in the memory of the nodes for each.
+    """Choose steps of a loop, and for each keep a copy of the state in the memory of the nodes.
 
     Parameters
     ----------
@@ -102,9 +103,10 @@ class MemoryCopies:
         self._interval.begin(step)
 
     def keep(self, comm, step: int, state: Callable[[], Mapping]) -> None:
-        """Keep ``state()`` if a copy is due at `step`. Collective over the store's `comm`.
+        """Copy ``state()`` to memory if `step` is due. Collective over the store's `comm`.
 
-        If the nodes have too little memory, this method says so once, and no copies are made.
+        If the nodes have too little memory, this method prints a message once, and no copies are
+        made.
         """
         if self._fits is False or not self._interval.due(step):
             return
@@ -119,7 +121,7 @@ class MemoryCopies:
 
 
 def fits_in_memory(comm, folder: Path, state: Mapping, copies: int = COPIES) -> bool:
-    """Return whether the memory of all nodes has room for `copies` of `state`; if not, say so.
+    """Return whether all nodes have memory for `copies` copies of `state`; if not, print why.
 
     Collective over `comm`. `folder` is a folder in the memory of the node, or will be one.
     """

@@ -10,8 +10,8 @@ entries:
                of the arrays that it held
 
 A run draws a random identity when it first uses the shared folder, and writes it into that folder
-as the file ``.local``. From the identity, a run recognises its own copies, so that it never uses
-those of another run.
+as the file ``.local``. By the identity, a run recognises its own copies, so that it never uses the
+copies of another run.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def rotate_id(path: str) -> None:
 def invalidate(path: str) -> None:
     """Invalidate the copies on nodes when a run saves to the shared folder without making copies.
 
-    If an old copy stayed valid, it could later seem to be newer than the steps of the run that
-    makes no copies, since the history number of the copy may be the same or higher.
+    Otherwise an old copy could later seem to be newer than the steps of the run that makes no
+    copies, since the history number of the old copy may be the same or higher.
     """
     with suppress(OSError):
         if (Path(path) / ID).exists():
@@ -125,8 +125,8 @@ def usable_steps(comm, path: str, step: int | None, like: Mapping) -> dict[int, 
 
     The value for a step is a tuple: its history number in the shared folder, and the name of the
     temporary folder of its save there. If there are two copies of a step, only the newer copy
-    counts. A rank without shards may use a copy that any rank of the node has saved, also with
-    another number of ranks.
+    counts. A rank without shards may use a copy that any rank of the node has saved, even in a run
+    with another number of ranks.
     """
     layout, alike = _layout(like), not any(isinstance(leaf, Shard) for _, leaf in leaves(like))
     marks: dict[int, tuple[int, str]] = {}
@@ -149,7 +149,7 @@ def usable_steps(comm, path: str, step: int | None, like: Mapping) -> dict[int, 
 def _mark(path: str, entry: steps.Entry) -> tuple[int, dict]:
     """Return the number of the history to which a copy belongs, and the copy's extras by path.
 
-    The history is that of the shared folder, not that of the node's folder.
+    The history is a history of the shared folder, not of the node's folder.
     """
     mark = dict(steps.read_manifest(path, entry).extras)
     history = mark.get(("mark", "history"), 0)

@@ -48,7 +48,7 @@ class Store(AbstractContextManager):
 
     @contextmanager
     def _call(self, method: str) -> Iterator[None]:
-        """Tell other ranks of an error in a public method, and that this rank may take long."""
+        """In the block, send an error to the other ranks, and record that this rank may be slow."""
         with phase("save"), call(self._comm, f"{type(self).__name__}.{method}"):
             yield
 
@@ -77,9 +77,9 @@ class CheckpointStore(Store):
         Keep also the steps whose number is a multiple of `keep_every`. The newest step that was
         verified or restored is never removed, whatever `keep` and `keep_every` are.
     writers : "all", "node" or int
-        The ranks that write files: every rank, one rank of each node, or this number of ranks. A
-        rank that does not write files sends data that no writing rank holds to a writing rank,
-        which needs memory for that data.
+        The ranks that write files: every rank, one rank of each node, or this number of ranks. If
+        no writing rank holds some data, a rank that holds them sends them to a writing rank, which
+        needs memory for them.
     direct : bool
         Whether writes bypass the cache of the operating system, where the file system allows that.
         With direct writes, the data are not copied into the cache, and a save does not wait at its
@@ -90,10 +90,10 @@ class CheckpointStore(Store):
     fresh : bool or str
         Whether to set aside (ignore) the steps that the folder already holds. The files of ignored
         steps stay, and a method can still read these steps if its argument `history` selects their
-        history. With `fresh`, methods without `history` find no step until the first save of this
-        store. A program that may be restarted should pass True in its first attempt only, or the
-        same text in every attempt. A text given as `fresh` names the run: a later attempt goes on
-        from the steps that were saved with the same text.
+        history. With `fresh`, methods that are called without `history` find no step until the
+        first save of this store. A program that may be restarted should either pass True in its
+        first attempt only, or pass the same text in every attempt. The text is a name of the run: a
+        later attempt with the same text continues from the steps that earlier attempts have saved.
 
     Notes
     -----
@@ -211,8 +211,8 @@ class CheckpointStore(Store):
             The number of the step to restore. None means the newest step that every rank can read:
             damaged steps are skipped, and each is reported once on stderr.
         history : int, optional
-            The number of a history (branch), for example one that the run has left; None is the
-            newest.
+            The number of a history (branch), for example of a branch that the run does not
+            continue; None means the newest history.
         verify : bool
             Whether the data are compared with their checksums. Even if `verify` is False, the
             restore checks the tables that describe the data, and the sizes of the files.
@@ -220,15 +220,15 @@ class CheckpointStore(Store):
         Raises
         ------
         NoCheckpoint
-            When the folder holds no step, or no good one. After a NoCheckpoint, the arrays of
+            When the folder holds no step, or no good step. After a NoCheckpoint, the arrays of
             `like` are unchanged.
         CheckpointError
             When the given `step` is damaged, or when `like` belongs to another model; the message
             then names the differences. If a wrong checksum or a lack of memory ends the restore
-            late, the arrays of `like` may hold parts of the step. If the arrays may hold parts of
-            the step, the message says this, and the caller must set the values of the arrays again.
+            late, the arrays of `like` may hold parts of the step. The message then says this, and
+            the caller must set the values of the arrays again.
         MismatchError
-            When `like` is None on some ranks only.
+            When `like` is None on some ranks, and not None on others.
         """
         with self._call("restore"):
             self._finish()
@@ -253,10 +253,10 @@ class CheckpointStore(Store):
             return entry and entry.step
 
     def continue_newest(self) -> None:
-        """Let the next save continue the newest committed step, which is not read. Collective.
+        """Let the next save continue the newest committed step, without reading it. Collective.
 
-        For a run whose state has come from other ranks: else a store refuses to save into a folder
-        of which it has restored no step.
+        This method is for a run whose state has come from other ranks. Without this call, a store
+        that has restored no step from a folder with good steps refuses to save there.
         """
         with self._call("continue_newest"):
             self._settle()
@@ -295,7 +295,9 @@ class CheckpointStore(Store):
         with files.folder(self.path) as root:
             self._lock.take(root)
             entries, _ = histories.everything(self.path, step, entry.history)
-            for each in reversed(entries):  # oldest first: a kill leaves no older copy alone
+            # The oldest copy of the step is removed first. If the process is killed, the copy that
+            # is left is then the newest one.
+            for each in reversed(entries):
                 retention.remove(each.name, root)
             files.sync(root)
 
@@ -342,7 +344,7 @@ class CheckpointStore(Store):
             self._finish()
 
     def let_go(self) -> None:
-        """Wait as `wait` does, and let another job save until the next save here. Collective."""
+        """Wait as `wait` does, and release the lock, so that another job may save. Collective."""
         self.wait()
         self._lock.release()
 
@@ -361,7 +363,7 @@ class CheckpointStore(Store):
             self._leave()
 
     def _abandon(self) -> None:
-        """Close the store on this rank alone, since other ranks may not have raised an exception.
+        """Close the store on this rank alone, because other ranks may not have raised an exception.
 
         A save that is still running is abandoned, unless it is already committed.
         """
@@ -378,8 +380,8 @@ class CheckpointStore(Store):
     def _begin(self, step, state: Mapping, copy: bool = False, alone: bool = True) -> Save:
         """Begin a save of `state`.
 
-        If `alone` is true, no copies of the step are saved on the nodes, and the older copies there
-        become invalid. Collective.
+        If `alone` is true, no copies of the step are saved on the nodes, and older copies on the
+        nodes become invalid. Collective.
         """
         self._finish()
         comm = self._comm

@@ -1,4 +1,4 @@
-"""The folder of a store, and the objects that the open store needs to save and restore there."""
+"""The folder of a store, and the objects that the open store needs to save and to restore."""
 
 from __future__ import annotations
 

@@ -5,12 +5,12 @@
           PATH/step-...                 the shared folder, as `CheckpointStore` writes it
 
 A tiered store uses two `CheckpointStore` objects: one for the ranks of a node, in a folder of that
-node, and one for all ranks, in the shared folder. A restarted job goes on from the newest step that
-all its nodes hold, which may be newer than any step in the shared folder. If no rank has shards,
-the number of ranks may differ, and nodes may be missing. Otherwise the ranks and their shards must
-be the same as before. If there is a new node, or a copy is damaged, the job may have to go on from
-the shared folder. Its next steps are then not computed from the copies on the nodes, so its first
-save removes these copies.
+node, and one for all ranks, in the shared folder. A restarted job continues from the newest step of
+which all its nodes hold a copy. This step may be newer than any step in the shared folder. If no
+rank has shards, the restarted job may have another number of ranks, and nodes may be missing.
+Otherwise the ranks and their shards must be the same as before. If there is a new node, or a copy
+is damaged, the job may have to continue from the shared folder. Its next steps are then not
+computed from the copies on the nodes, so its first save removes these copies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .write.save import Save
 
 
 class _Copy(NamedTuple):
-    """A step that only the nodes save: its number, its name, and its history."""
+    """A step that is saved on the nodes only: its number, its name, and its history."""
 
     step: int
     name: str
@@ -58,7 +58,7 @@ class TieredStore(Store):
         Arguments for the shared folder, as in `CheckpointStore`.
     local : path-like
         A folder of the node, in memory (``/dev/shm/...``) or on a disk of the node. If two ranks of
-        one node give different folders, they count as ranks of different nodes.
+        one node pass different folders, they count as ranks of different nodes.
     local_keep : int
         How many steps a node keeps.
 
@@ -101,12 +101,12 @@ class TieredStore(Store):
             super().__init__(comm)
             here = (topology_of(comm).node, str(self.folder))
             places = run_on_all(comm, "TieredStore", lambda: here, lambda all: all)
-            # `Split` blocks, but all ranks have just agreed to call it.
+            # `Split` blocks until all ranks call it, but all ranks have just agreed to call it.
             self._node = comm.Split(places.index(here), comm.rank)
         self._local: Any = None  # a CheckpointStore, once the shared folder has an identity
         self._ours = False  # whether this run continues the history of the nodes' copies
         self._history: int | None = None  # of the newest copy, if the next one may continue it
-        self._holds = True  # false once there is no room for copies
+        self._holds = True  # False as soon as there is no room for copies
 
     def __repr__(self):
         local = f"local={str(self.folder)!r}, local_keep={self._keep}"
@@ -178,17 +178,17 @@ class TieredStore(Store):
     ):
         """Restore a step and return (step, state), as `CheckpointStore.restore` does. Collective.
 
-        The state is read from the nodes' copies, and not from the shared folder, if three things
-        are true. All nodes hold a copy of the wanted step (by default the newest); no `history` (a
-        branch) is named; each rank runs where it saved, and `like` names the arrays it saved. Every
-        byte of the nodes' copies is checked before any array is filled, so that the step can be
-        read from the shared folder if a copy is damaged. The argument `verify` applies only to data
-        from the shared folder.
+        The state is read from the nodes' copies, and not from the shared folder, under three
+        conditions. First, all nodes hold a copy of the wanted step (by default the newest). Second,
+        `history` is None. Third, each rank runs on the node on which it saved, and `like` has the
+        arrays that it saved. Every byte of the nodes' copies is checked before any array is filled,
+        so that the step can be read from the shared folder if a copy is damaged. The argument
+        `verify` applies only to data from the shared folder.
         """
         with self._call("restore"):
             self.wait()
 
-            def check() -> dict:  # `shared` checks only after the copies are tried
+            def check() -> dict:  # `shared` would check only after the copies are tried
                 given = {"like": "none" if like is None else "a state"}
                 return {**which(step, history), **given, "verify": yes_or_no("verify", verify)}
 
@@ -228,7 +228,7 @@ class TieredStore(Store):
     def delete(self, step: int, *, history: int | None = None) -> None:
         """Remove a step from the shared folder, as `CheckpointStore.delete` does. Collective.
 
-        The nodes' copies of the step are removed too, unless a `history` (a branch) is named.
+        The nodes' copies of the step are removed too, unless `history` is given.
         """
         with self._call("delete"):
             self.wait()
@@ -257,7 +257,7 @@ class TieredStore(Store):
             self.shared.wait()
 
     def let_go(self) -> None:
-        """Wait, and let another job save to the shared folder until the next save. Collective."""
+        """Wait, and release the lock of the shared folder for another job. Collective."""
         with self._call("let_go"):
             self.wait()
             self.shared.let_go()
@@ -345,16 +345,16 @@ class TieredStore(Store):
     def _open(self, make: bool) -> None:
         """Open the stores of the nodes.
 
-        If the shared folder does not hold the identity of a run (a random name) yet, write one if
-        `make` is true, and else open no stores. Collective.
+        If the shared folder does not yet hold the identity of a run (a random name): if `make` is
+        true, write an identity; otherwise open no stores. Collective.
         """
         if self._local is None:
             look = partial(node_copies.identity, self.path, make)
             identity = by_rank_0(self._comm, "copies on the nodes", look)
             if identity is not None:
                 self._local = CheckpointStore(self._node, self.folder / identity, keep=self._keep)
-                # A node keeps no steps of other histories: its memory is small, and the shared
-                # folder has these steps.
+                # A node does not keep steps of other histories, because its memory is small, and
+                # the shared folder has these steps.
                 self._local._keep.others = False
 
     def _common(self, like: Mapping, step: int | None) -> list[tuple[int, int]]:
@@ -407,7 +407,7 @@ class TieredStore(Store):
             raise spoiled(error) from error
 
     def _forget(self) -> None:
-        """Remove the copies on all nodes, since this run did not go on from them. Collective.
+        """Remove the copies on all nodes, because this run did not continue from them. Collective.
 
         Only a save may call this method, since a save holds the lock of the shared folder, and a
         restore does not.

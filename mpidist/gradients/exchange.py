@@ -48,10 +48,10 @@ from .progress_thread import Background
 class Gradients:
     """The gradients of all parameters, averaged over the ranks in each step.
 
-    The constructor and the methods `reduce` and `close` are collective over `comm`. The method
-    `ready` is not collective, and `begin` is collective only in the second step. In each step, call
-    `begin`, then `ready` for each gradient as soon as the gradient is final, and then `reduce`.
-    `begin` may be called again in a step as long as no bucket of this step has been sent.
+    Collective over `comm`, as are the methods `reduce` and `close`. The method `ready` is not
+    collective, and `begin` is collective only in the second step. In each step, call `begin`, then
+    `ready` for each gradient as soon as the gradient is final, and then `reduce`. `begin` may be
+    called again in a step as long as no bucket of this step has been sent.
 
     Parameters
     ----------

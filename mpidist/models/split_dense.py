@@ -41,10 +41,10 @@ def _nothing(name: str) -> None:
 class SplitDense:
     """Dense layer with a part of the weights on each rank: ``y = x @ weight + bias``.
 
-    The constructor and the methods `forward`, `backward` and `backward_input` are collective over
-    `comm`: all ranks call them in the same order, with the same batch. `x` and `y` have shape
-    (pieces, samples, features), and every rank has all features. Each rank computes the gradients
-    of its part, and updates it.
+    Collective over `comm`, as are the methods `forward`, `backward` and `backward_input`: all ranks
+    call them in the same order, with the same batch. `x` and `y` have shape (pieces, samples,
+    features), and every rank has all features. Each rank computes the gradients of its part, and
+    updates it.
 
     Parameters
     ----------

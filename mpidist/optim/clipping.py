@@ -30,8 +30,8 @@ def clip_by_global_norm(gradients: Mapping, max_norm: float) -> float:
 
     Returns the norm before scaling. With allreduce, call this function after the allreduce. With
     parameter servers, call this function before the gradients are sent; each worker then clips its
-    own gradients. Gradients whose norm is not finite are not changed, so that the loss becomes NaN
-    and shows the problem.
+    own gradients. Gradients whose norm is not finite are not changed, so that the loss shows the
+    problem.
     """
     max_norm = _check(max_norm)
     norm = global_norm(gradients)

@@ -1,4 +1,4 @@
-"""Write ``index.h5`` beside the shards of a step.
+"""Write ``index.h5`` into the folder of a step, which contains the shard files.
 
 In the index, each saved array is one virtual dataset, which refers to the parts of the array in the
 shard files.
@@ -8,10 +8,10 @@ shard files.
 
     h5py.File("run/checkpoints/step-000000001200/index.h5")["parameters/w"][:]
 
-The index is for people, and for programs other than mpidist. A restart never uses the index, since
-HDF5 returns zeros, without an error, for the elements of a missing shard. Before an index is made,
-every byte of the step is checked, and HDF5 must find each dataset at the position that the manifest
-gives.
+The index is for people, and for programs other than mpidist. A restart never uses the index,
+because if a shard is missing, HDF5 returns zeros for its elements and no error. Before an index is
+made, every byte of the step is checked, and HDF5 must find each dataset at the position that the
+manifest gives.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def index(path, step: int | None = None, history: int | None = None) -> tuple[in
     """Write the index of a step, by default of the newest good step.
 
     Returns the step and the path of the index. An existing index is replaced. When the step is
-    removed, its index is removed too. Raises as `mpidist.load`.
+    removed, its index is removed too. Raises the same errors as `mpidist.load`.
     """
     path = checked_path("path", path)
     entry, _ = load.newest_good(path, step, history, partial(_write, path))
@@ -60,8 +60,8 @@ def _write(path: str, entry: Entry) -> None:
     manifest = steps.read_manifest(path, entry)
     with files.folder(path) as root, files.folder(entry.name, root) as folder:
         _compare(folder, manifest)
-        # The index is made in memory, so that the functions of `files` can write it, as they write
-        # all files of a store.
+        # The index is made in memory, so that it is written by the functions of `files`, like all
+        # files of a store.
         memory = io.BytesIO()
         with h5py.File(memory, "w") as file:
             _fill(file, manifest, Reader(folder, manifest))

@@ -1,10 +1,10 @@
-"""Write a step as one HDF5 file, by all ranks at once; h5py must be built with parallel HDF5.
+"""Write a step as one HDF5 file, all ranks at once; needs an h5py built with parallel HDF5.
 
 Rank 0 alone creates the file with all data sets. When the file exists, every rank writes its own
 rows of each data set. If all ranks created the data sets, each creation would be a collective call
-of HDF5. Collective calls take longer, and if one rank finds the disk full in such a call, the
-others wait for it for ever. The only collective calls of HDF5 here are opening and closing the
-file, which do not change its structure.
+of HDF5. Collective calls take longer. And if one rank finds the disk full in a collective call, the
+other ranks wait for this rank for ever. The only collective calls of HDF5 here are opening and
+closing the file, which do not change its structure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from ..storage import steps
 from ..store import CheckpointStore
 from .plain_file import name_of, named, put_extras
 
-#: Most bytes to write in one call: HDF5 1.10 cannot pass more than 2 GiB to MPI.
+#: The largest number of bytes to write in one call, since HDF5 1.10 cannot pass more than 2 GiB to
+#: MPI.
 AT_ONCE = 2**30
 
 
@@ -98,7 +99,7 @@ def _write(data_set, array: np.ndarray, start) -> None:
 
 
 def _read(comm, path: str, step: int | None) -> tuple[int, tuple[Fact, ...], dict]:
-    """Read from each tensor the rows that this rank exports. Collective over `comm`.
+    """Read the rows of each tensor that this rank exports. Collective over `comm`.
 
     Returns the number of the step, the description of all tensors (name, dtype, shape), and nested
     dicts with the rows.
@@ -114,10 +115,10 @@ def _read(comm, path: str, step: int | None) -> tuple[int, tuple[Fact, ...], dic
                 _, state = store.restore(rows, entry.step, history=entry.history)
                 return entry.step, tensors, state
             except (StorageError, Unreadable):
-                raise  # the step may be undamaged: no older step is tried
+                raise  # the step may be undamaged, so no older step is tried
             except CheckpointError as damage:
-                # For damage that it has found, `restore` raises another error than `Damaged`, and
-                # it has reported the damage already.
+                # If `restore` itself has found damage, it has reported the damage already, and
+                # raises another error than `Damaged`.
                 said = not isinstance(damage, Damaged)
                 by_rank_0(comm, "export", partial(search.pass_over, str(damage), said))
 

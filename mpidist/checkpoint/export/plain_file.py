@@ -30,7 +30,7 @@ EXTRAS = "__extras__"
 
 
 def partial_of(out: Path) -> Path:
-    """Return a random name, which the file `out` has until it is complete.
+    """Return a random temporary name, which the file `out` has until it is complete.
 
     Raises ConfigError if `out` cannot be a new file.
     """

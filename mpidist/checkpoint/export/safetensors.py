@@ -5,8 +5,8 @@
     data      the arrays one after the other, little endian, in C order, without gaps
 
 The arrays are sorted by the size of their elements, largest first, and the header is padded with
-blanks to a multiple of 8 bytes. Because the arrays are sorted, each begins at a multiple of its
-element size, so its elements are aligned if the file is mapped into memory. Format:
+blanks to a multiple of 8 bytes. Because the arrays are sorted, each array begins at a multiple of
+its element size. So the elements are aligned if the file is mapped into memory. Format:
 https://huggingface.co/docs/safetensors
 """
 

@@ -24,7 +24,7 @@ BIG = 1 << 62
 class Damaged(CheckpointError):
     """A file of a checkpoint is missing, or differs from what was written.
 
-    When a search for the newest good step catches this exception, it tries the next older step.
+    The search for the newest good step catches this exception, and then tries the next older step.
     """
 
 
@@ -59,7 +59,7 @@ def decode_digested(data: bytes, name: str, last: str) -> dict:
 
 @contextmanager
 def as_damage(name: str):
-    """In the ``with`` block, turn an exception that unexpected JSON causes into Damaged.
+    """In the ``with`` block, turn exceptions that unexpected JSON causes into `Damaged`.
 
     The message of the new exception names the file `name`.
     """

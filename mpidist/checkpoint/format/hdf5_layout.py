@@ -34,10 +34,11 @@ from .state import Fact, named_dtype, show
 _ALIGNMENT = 64
 #: The position of the first byte of data in a shard file.
 _DATA = 512
-#: The most bytes of a tensor's name in the attribute ``name``. A longer name is cut; the manifest
-#: has the full name.
+#: The largest number of bytes of a tensor's name in the attribute ``name``. A longer name is cut
+#: there; the manifest has the full name.
 _LONGEST = 1024
-#: The most names of data sets in one group node, and the most texts in one global heap collection.
+#: The largest number of data set names in one group node, and of texts in one global heap
+#: collection.
 _NODE, _COLLECTION = 1024, 4096
 _UNDEFINED = b"\xff" * 8
 #: Bytes of the header of the group.
@@ -64,13 +65,13 @@ def face(name: str) -> tuple[np.dtype, tuple[int, ...]]:
 
 
 def around(facts: Sequence[Fact], rows: np.ndarray, end: int) -> tuple[bytes, bytes]:
-    """Return the HDF5 metadata of a shard file: the bytes before its data, and those behind.
+    """Return the HDF5 metadata of a shard file: the bytes before its data and the bytes after it.
 
     The table `rows` lists the pieces (parts of arrays) that the file holds.
 
     `facts` describes all tensors (name, dtype, shape), and `end` is the end of the data, as `place`
-    returned it. The metadata depend only on the pieces: they hold no time, no host name and no name
-    of a run.
+    returned it. The metadata depend only on the pieces; they contain no time, host name or name of
+    a run.
     """
     held, tensor = np.unique(rows[:, piece_table.TENSOR], return_inverse=True)
     mine = [facts[number] for number in held.tolist()]
@@ -155,8 +156,8 @@ def _texts(texts: Sequence[bytes], at: int) -> tuple[bytes, np.ndarray]:
 
 # ----------------------------------------------------------------------------------- data sets
 
-#: A field of several binary records: either bytes that are equal in all records, or an array with a
-#: row for each record.
+#: A field of several binary records: either bytes that are the same in all records, or an array
+#: with one row per record.
 Field = bytes | np.ndarray
 
 

@@ -6,20 +6,20 @@
 
 Each writing rank writes a table (the list of what its shard file holds) after the shard is on
 stable storage, so the existence of a table proves that its shard is complete. The manifest stays
-small because the tables, and not the manifest, list the pieces. The manifest is one line of JSON,
-and so is the head (first line) of a table. The last field of a manifest, and of the head of a
-table, is the SHA-256 of all bytes before it, so a reader checks the digest before it parses the
-JSON. After its head, a table lists its pieces (parts of tensors) as integers of 8 bytes. Each piece
-has the columns of `piece_table` without the number of the file. The head of a table holds the
+small because the pieces are listed in the tables and not in the manifest. The manifest is one line
+of JSON, and so is the head (first line) of a table. The last field of a manifest, and of the head
+of a table, is the SHA-256 of all bytes before it, so a reader checks the digest before it parses
+the JSON. After its head, a table lists its pieces (parts of tensors) as integers of 8 bytes. Each
+piece has the columns of `piece_table` without the number of the file. The head of a table holds the
 SHA-256 of all integers after the head. The integers of a table do not change from save to save
 while the arrays keep their names, dtypes and shapes. The integers of a table are read as one NumPy
 array, without a Python object for each piece. Checksums cover all bytes of a shard, including
 metadata and padding:
 
 * CRC-32 of each block of 1 MiB of a shard file. Every reader checks the CRC-32 of each block that
-  it reads. (With only a digest of the whole file, a rank that reads a tenth of the file could check
-  nothing.) CRC-32 detects every error within 32 neighbouring bits, and misses one in 4 billion
-  other errors. CRC-32 is computed at 3-4 GB/s.
+  it reads. (If there were only a digest of the whole file, a rank that reads a tenth of the file
+  could check nothing.) CRC-32 detects every error within 32 neighbouring bits, and misses one in 4
+  billion other errors. CRC-32 is computed at 3-4 GB/s.
 * SHA-256 of the whole shard file, if the store has the option ``sha256``. ``verify`` checks the
   SHA-256 of a shard, and the command ``sha256sum`` computes the same value. With the option
   ``sha256``, the manifest's own digest identifies the whole checkpoint. SHA-256 takes twice as much
@@ -61,9 +61,10 @@ from .state import Fact, Path, Unreadable, from_json, named_dtype, show
 NAME = "MANIFEST.json"
 FORMAT, TABLE, VERSION = "mpidist-checkpoint", "mpidist-shard", 3
 MAX_BYTES = 64 << 20
-#: The most bytes of all tables of a step together. A million pieces with two axes need 56 MB.
+#: The largest number of bytes of all tables of a step together. A million pieces with two axes need
+#: 56 MB.
 MAX_TABLES_BYTES = 1 << 30
-#: The most axes that a tensor may have; NumPy's own limit is 64.
+#: The largest number of axes of a tensor; NumPy's own limit is 64.
 MAX_AXES = 64
 _SHARD = re.compile(r"shard-[0-9]{5}\.h5", re.ASCII)
 _TABLE = re.compile(r"shard-[0-9]{5}\.(table|json)", re.ASCII)
@@ -189,7 +190,7 @@ def encode(
 
 
 def tables_of(data: bytes) -> tuple[Table, ...]:
-    """Return the entries of the tables that a MANIFEST.json lists; the caller reads the tables.
+    """Return the entries of the tables that a MANIFEST.json lists; the tables are not read.
 
     A manifest of format 1 lists no tables. Raises Damaged if the manifest is damaged, and
     Unreadable if its format is not known here.
@@ -234,7 +235,7 @@ def manifest_of(body: dict, listed: list[File], tensors: list[Fact], rows: list)
 def listed_shard(body: dict, table: Table, suffix: str) -> File:
     """Return the `File` of the shard that `body`, the head of `table`, describes.
 
-    Raises Damaged if the head is that of another shard's table.
+    Raises Damaged if the head belongs to the table of another shard.
     """
     version_of(body, TABLE, table.name)
     file = file_of(body)

@@ -10,8 +10,8 @@ Each row of the table describes one piece, a part of a tensor that is stored wit
 file. If the column `flat` is 0, the piece is a box, with a start and an extent on each axis. If the
 column `flat` is 1, the piece is a range of the tensor flattened in C order. A table has columns for
 a fixed number of axes. A tensor with fewer axes gets more axes of length 1 after its last axis,
-which changes neither its size nor the order of its elements. The functions here are pure
-arithmetic: they use neither MPI nor the disk.
+which does not change its size or the order of its elements. The functions here are pure arithmetic:
+they use neither MPI nor the disk.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import numpy as np
 from .digested_json import BIG
 from .regions import Box, Flat, Region, Shape, untiled
 
-#: The most pairs of a wanted region and a piece that one group of NumPy calls compares.
+#: The largest number of pairs (a wanted region and a piece) that one group of NumPy calls compares.
 _PAIRS = 1 << 20
 
-#: The columns of a table before the extents, which follow the starts.
+#: The columns of a table. `START` is the first column of the starts; the extents follow the starts.
 TENSOR, FILE, OFFSET, FLAT, START = range(5)
 
 
@@ -164,14 +164,14 @@ class Geometry:
 
 
 def untiled_tensor(shapes: Sequence[Shape], rows: np.ndarray) -> tuple[int, str] | None:
-    """Return the number of a tensor whose pieces overlap or leave a hole, and a text that says how.
+    """Find a tensor whose pieces overlap or leave a hole; return its number and a description.
 
     Returns None if there is no such tensor.
 
     There are two quick tests. If all pieces of a tensor are contiguous, they are sorted, and each
-    is compared with the next. Otherwise `_unseparated` cuts the tensor along its axes between the
-    pieces. If neither the comparison nor the cutting proves that the pieces tile the tensor, the
-    slower function `untiled` decides.
+    piece is compared with the next piece. Otherwise `_unseparated` cuts the tensor along its axes
+    between the pieces. If the quick tests do not prove that the pieces tile the tensor, the slower
+    function `untiled` decides.
     """
     for tensor in _unproved(Grid(shapes, axes(rows)), rows):
         mine, shape = rows[rows[:, TENSOR] == tensor].tolist(), shapes[tensor]
@@ -265,7 +265,7 @@ def _equal(rows: np.ndarray, which: np.ndarray, others: np.ndarray, than: np.nda
 def overlapping(grid: Grid, wants: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return all pairs of a region in `wants` and a region in `rows` that have common elements.
 
-    Two arrays are returned: the row numbers in `wants`, and those in `rows`.
+    Two arrays are returned: the row numbers in `wants`, and the row numbers in `rows`.
 
     All regions must lie inside their tensors, and the regions in `rows` must cover each tensor
     exactly once. The pairs are in no particular order. A flat range and a box may be returned as a

@@ -1,10 +1,10 @@
-"""Regions of a global array, which are boxes or flat ranges, and a check that regions tile it.
+"""Regions (boxes or flat ranges) of a global array, and a check that regions tile the array.
 
 A *box* is a range of indices on each axis, as in a block of rows or a tile. A *flat range* is a
-range of positions in the array flattened in C order: the shard of a parameter server is a flat
-range, and so is the part of a replicated array that one rank writes. To compare a flat range with
-boxes, the functions here cut the range into a few boxes. An example is the flat range of elements 2
-to 13 of a 4 x 4 array:
+range of positions in the array flattened in C order. For example, the shard of a parameter server
+is a flat range, and so is the part of a replicated array that one rank writes. To compare a flat
+range with boxes, the functions here cut the range into a few boxes. An example is the flat range of
+elements 2 to 13 of a 4 x 4 array:
 
     . . a a
     b b b b       flat range 2:14  =  boxes a, b, c; never more than 2 ndim - 1 of them
@@ -82,8 +82,8 @@ def boxes_of(region: Region, shape: Shape) -> list[tuple[int, Box]]:
     """Cut `region` of an array of `shape` into boxes.
 
     Returns (offset, box) pairs: the offset counts the elements of the region before the box. In the
-    region, the elements of each box are contiguous and in C order. From an array of the region's
-    elements in order, a slice can therefore be reshaped to each box.
+    region, the elements of each box are contiguous and in C order. If an array has the elements of
+    the region in order, a slice of the array can therefore be reshaped to each box.
     """
     if not region.size:
         return []

@@ -28,8 +28,8 @@ from .regions import Box, Flat, Region, fits, whole
 Path = tuple[str, ...]
 
 MAX_DEPTH = 32
-#: The most bits of an integer among the extras, about 4,214 decimal digits. Python refuses to
-#: convert texts of more than 4,300 digits.
+#: The largest number of bits of an integer among the extras, about 4,214 decimal digits. Python
+#: refuses to convert texts of more than 4,300 digits.
 _MOST_BITS = 14_000
 
 
@@ -49,7 +49,7 @@ class Fact(NamedTuple):
 class Unreadable(CheckpointError):
     """A checkpoint is undamaged, but this installation cannot read its format or one of its dtypes.
 
-    Since the checkpoint is not damaged, no reader falls back to an older step.
+    Since the checkpoint is not damaged, a reader that raises this error does not try an older step.
     """
 
 
@@ -64,10 +64,10 @@ class Shard:
     global_shape : tuple of int
         Shape of the whole array.
     start : tuple of int or int
-        A tuple is the index of the first element in the global array; `array` is then a rectangular
-        block. If `start` is an int, it is the position of the first element in the global array
-        flattened in C order, and `array` is one-dimensional. The shards of parameter servers have
-        an int as `start`.
+        If `start` is a tuple, it is the index of the first element in the global array, and `array`
+        is a rectangular block. If `start` is an int, it is the position of the first element in the
+        global array flattened in C order, and `array` is one-dimensional. The shards of parameter
+        servers have an int as `start`.
 
     Raises
     ------
@@ -238,8 +238,8 @@ def to_json(value, path: Path = ()):
     """Return an extra (a leaf that is not an array) as values that strict JSON can hold.
 
     A dict becomes a JSON object with the one key "dict". A float that is not finite becomes a JSON
-    object with the one key "float". A tuple becomes a list. Raises ConfigError for a value that
-    JSON has no type for.
+    object with the one key "float". A tuple becomes a list. Raises ConfigError for a value of a
+    type that JSON does not have.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -272,7 +272,7 @@ def to_json(value, path: Path = ()):
 
 
 def plain(value, path: Path = ()):
-    """Return an extra as it is after a save and a restore, for example a list for a tuple."""
+    """Return an extra as a save and a restore would return it, for example a list for a tuple."""
     return from_json(to_json(value, path))
 
 

@@ -17,7 +17,8 @@ from ..format.state import Path, array_of, has_array, is_array, region_of
 from .read_once import ReadAndBroadcast
 from .read_plan import Places, ReadItem
 
-#: The most bytes of temporary host memory for one batch of arrays that are copied to a device.
+#: The largest number of bytes of temporary host memory for one batch of arrays that are copied to a
+#: device.
 STAGED = 256 << 20
 
 
@@ -45,7 +46,7 @@ def batches(sizes: Sequence[int]) -> list[int]:
     `sizes` has the bytes of temporary host memory that each tensor needs.
 
     The tensors of a batch need at most `STAGED` bytes together, unless the batch is a single
-    tensor. Batches are as long as possible, since a block of a file that has data of two batches is
+    tensor. Batches are as long as possible, because a block of a file with data of two batches is
     read twice.
     """
     ends, held = list[int](), 0

@@ -24,7 +24,7 @@ from .read_plan import ReadItem, RowReadItem
 #: `_MESSAGE` bytes. Smaller targets are joined to messages of about `_LARGE` bytes.
 _LARGE = 4 << 20
 _MESSAGE = 1 << 30
-#: The most messages that are under way at the same time.
+#: The largest number of messages that are being sent at the same time.
 _IN_FLIGHT = 32
 #: The requests of exchanges that have failed are kept with their buffers, because MPI may still use
 #: the buffers.
@@ -77,7 +77,7 @@ def message_room() -> np.ndarray:
 
 
 class ReadAndBroadcast:
-    """Divides the data that all ranks need among the ranks, and broadcasts what each rank reads.
+    """Divides data that all ranks need among the ranks; each rank reads and broadcasts a part.
 
     Only `exchange` is collective. All ranks must pass the same read items as `wants`. Attribute
     `mine` is the list of the items that this rank reads. `room` is a buffer for messages; if a
@@ -87,8 +87,8 @@ class ReadAndBroadcast:
     def __init__(self, wants: Sequence[ReadItem], block: int, rank: int, ranks: int, room=None):
         dealt = partition_reads(wants, block, ranks)
         self.mine = dealt[rank]
-        # The roots of the broadcasts take turns, so that a rank can send its own bytes while it
-        # waits for those of another rank.
+        # The ranks take turns as roots of the broadcasts, so that a rank can send its own bytes
+        # while it waits for the bytes of another rank.
         turns = zip_longest(*([item for item in one if _is_large(item)] for one in dealt))
         self._large = [(root, item) for turn in turns for root, item in enumerate(turn) if item]
         self._small = [

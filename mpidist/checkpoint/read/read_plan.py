@@ -40,7 +40,7 @@ class ReadItem:
 
 
 class RowReadItem(ReadItem):
-    """A request to read whole rows of an array in a file, of which a part is copied to `target`.
+    """A request to read whole rows of an array in a file; only a part is copied to `target`.
 
     The slices `cut` select the part of the rows that is copied.
     """
@@ -83,8 +83,8 @@ class Places:
         it = piece_table.Geometry(grid, rows)
         low = it.low - grid.base[it.tensor]
         places = rows[:, [piece_table.FILE, piece_table.OFFSET]]
-        # The rows are lists of integers, because most tensors have few pieces, for which NumPy
-        # calls would take longer.
+        # The rows are lists of integers and not arrays, because most tensors have few pieces, and
+        # for few pieces NumPy calls would take longer.
         self._runs = np.column_stack([places, low, low + it.size, it.together]).tolist()
         self._bounds = np.searchsorted(it.tensor, np.arange(len(shapes) + 1)).tolist()
 
@@ -130,8 +130,8 @@ def _boxes(shape, rows, region: Region, target, block: int) -> Iterator[ReadItem
     for position, box in boxes_of(region, shape):
         part = target
         if target.shape != box.extent:
-            # This view has the elements of the box in the flat range, in the shape of the box. Such
-            # a view exists for any strides of the array.
+            # This view has those elements of the flat range that are in the box, in the shape of
+            # the box. Such a view exists for any strides of the array.
             part = target[position : position + box.size].reshape(box.extent)
         for row in rows:
             for held, other in boxes_of(piece_table.region_of_row(row, len(shape)), shape):

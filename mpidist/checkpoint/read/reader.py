@@ -30,7 +30,7 @@ from .read_plan import ReadItem
 #: The number of threads that read. Some of them wait for the disk while others copy: 4 threads
 #: restored 1 GiB in 0.48 s, and 2 threads in 0.56 s.
 _THREADS = 4
-#: Number of groups that the operating system begins to read ahead, if it reads through its cache.
+#: How many groups the operating system is asked to read ahead, if reads go through its cache.
 _AHEAD = 4
 
 
@@ -68,7 +68,7 @@ class Reader:
         Whether blocks are compared with their checksums.
     direct : bool
         Whether reads bypass the cache of the operating system, where that is possible. Reads that
-        bypass it are faster if no other process reads the same bytes.
+        bypass the cache are faster if no other process reads the same bytes.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Reader:
     ) -> None:
         """Read and check every block that the read items `wants` need, and fill the items' arrays.
 
-        Stop reading early when `wanted` returns False. Raise Damaged when a block fails its
-        checksum or cannot be read; some arrays may already be filled then.
+        Stop reading early when `wanted` returns False. Raise Damaged when a block does not match
+        its checksum or cannot be read. Some arrays may already be filled when Damaged is raised.
         """
         groups, block = self._groups(wants), self._manifest.block
         taken, lock = iter(range(len(groups))), threading.Lock()
@@ -175,7 +175,7 @@ class Reader:
         return found[1:]
 
     def _begin(self, descriptor: int, groups: Sequence[_Group]) -> None:
-        """Ask the system to read ahead those of `groups` that are in the same file as the first."""
+        """Ask the system to read ahead all `groups` that are in the file of the first group."""
         block = self._manifest.block
         for group in groups:
             if group.file == groups[0].file:

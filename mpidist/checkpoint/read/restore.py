@@ -6,12 +6,12 @@
                read their parts; arrays that all want are read once and broadcast (`read_once`)
                --agreement-->  all ranks have read all, or rank 0 looks for an older step
 
-Each rank reads the parts of arrays that it wants, however the arrays were divided at the save. If
-the state to fill has shards, and the checkpoint has very many pieces (stored parts of arrays), each
-rank receives only the positions of the pieces that it wants (`share_manifest`). A step is accepted
-only if all ranks can read their parts. Each block of a file is checked before its bytes are used,
-so the bytes are copied to the caller's arrays at once, without a temporary copy of all arrays. If a
-block is damaged, all arrays are filled again from an older step.
+Each rank reads the parts of arrays that it wants, even if the save divided the arrays in another
+way. If the state to fill has shards, and the checkpoint has very many pieces (stored parts of
+arrays), each rank receives only the positions of the pieces that it wants (`share_manifest`). A
+step is accepted only if all ranks can read their parts. Each block of a file is checked before its
+bytes are used, so the bytes are copied to the caller's arrays at once, without a temporary copy of
+all arrays. If a block is damaged, all arrays are filled again from an older step.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from .read_once import message_room
 from .reader import open_reader
 
 _LISTED = 8
-#: Ranks count as reading different bytes if all of them together read at most this many times the
-#: bytes of the state.
+#: If all ranks together read at most this many times the bytes of the state, they count as reading
+#: different bytes.
 _MOSTLY = 1.25
-#: The bytes of rank 0's answer that fit in one message: enough for the manifest of some thousand
-#: tensors.
+#: The size in bytes of the message with rank 0's answer, which is enough for the manifest of some
+#: thousand tensors.
 _ROOM = 1 << 18
 #: If a step has at most this many pieces, every rank receives the positions of all of them.
 _FEW = 2048
@@ -83,8 +83,8 @@ class FoundStep(NamedTuple):
     """A step that all ranks try to read, as rank 0 describes it.
 
     tensors, extras : the content of the step.
-    common : numbers of the tensors that all ranks want whole; of these each rank reads a part and
-        broadcasts it.
+    common : numbers of the tensors that all ranks want whole. Each rank reads a part of these
+        tensors, and broadcasts this part.
     ends : for each batch of tensors, the number of its last tensor, plus 1. The arrays of a batch
         are filled together.
     large : whether some rank needs much memory for its read plan, or temporary host memory for
@@ -137,7 +137,7 @@ class Restore:
                 decide = partial(self._next, reason)
                 answer = run_on_all(comm, "restore", self._ask, decide, room=_ROOM)
                 items = self._items
-                if items is None:  # the arrays are new: none of the caller's changes
+                if items is None:  # the arrays are new, so no array of the caller has changed
                     items = run_on_all(comm, "restore", partial(_fresh, answer.tensors))
                 else:
                     spoils = True
@@ -197,7 +197,7 @@ class Restore:
 
         If the step is damaged, return a text that says how; otherwise return None.
 
-        Collective. If any rank finds damage, all ranks go on with an older step. Any other error
+        Collective. If any rank finds damage, all ranks continue with an older step. Any other error
         ends the restore on all ranks.
         """
         comm = self._comm
@@ -254,8 +254,8 @@ def spoiled(error: MpidistError) -> MpidistError:
 
     All ranks raise the returned error.
 
-    A NoCheckpoint becomes a CheckpointError: after a NoCheckpoint, a program could believe that the
-    store is empty, and go on with half-filled arrays.
+    A NoCheckpoint becomes a CheckpointError, because after a NoCheckpoint a program could assume
+    that the store is empty, and continue with arrays that are only partly filled.
     """
     kind = CheckpointError if isinstance(error, NoCheckpoint) else type(error)
     told = kind(f"{error}; arrays may hold parts of that step now; set them anew before use")
@@ -394,7 +394,7 @@ def _joined(extras, items: list, filled: dict[Path, Any]) -> dict:
 
 
 def _related(path: Path, saved: Mapping, filled: Mapping) -> bool:
-    """Whether `path` is equal to, begins with, or is the beginning of the path of a saved leaf."""
+    """Whether `path` equals, begins with or is the beginning of the path of a saved leaf."""
     return any(
         path[: len(other)] == other[: len(path)] for known in (saved, filled) for other in known
     )

@@ -21,8 +21,8 @@ from ..format import piece_table
 from ..format.manifest import Layout, Manifest
 from ..format.state import Fact, Shard
 
-#: If the ranks together want more pieces of a tensor than this many times the pieces that it has,
-#: all pieces of the tensor are broadcast.
+#: All pieces of a tensor are broadcast if the numbers of its pieces that the ranks want add up to
+#: more than this many times its number of pieces.
 _ONE_BY_ONE = 4
 
 
@@ -59,10 +59,10 @@ def wanted(comm, leader, tensors: Sequence[Fact], items: list) -> Layout:
 def _looked_up(
     found: Manifest, answers: Sequence[tuple[bytes, np.ndarray]]
 ) -> tuple[Layout, list[list[Layout]]]:
-    """Return the pieces that rank 0 broadcasts to all ranks, and those that it sends to each rank.
+    """Return the pieces that rank 0 broadcasts, and for each rank the pieces that it sends there.
 
-    `answers` has two values from each rank: a bit for each tensor, which is set if the rank wants
-    the whole tensor, and a table of the regions of its shards.
+    `answers` has two values from each rank: a bit for each tensor, which is 1 if the rank wants the
+    whole tensor, and a table of the regions of the rank's shards.
     """
     count, dims = len(found.tensors), piece_table.axes(found.rows)
     tensor = found.rows[:, piece_table.TENSOR]

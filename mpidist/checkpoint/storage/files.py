@@ -1,9 +1,9 @@
-"""All system calls by which a checkpoint store changes the disk; safe opening of untrusted files.
+"""All system calls with which a checkpoint store changes the disk; safe opening of files.
 
-Code that saves a checkpoint changes the disk only by calls of the functions here, so a test can
-kill the process or raise an error at each of these calls. A folder is kept open while it is used,
-and files are opened relative to the open folder, without following links. If somebody replaces the
-folder by a link while it is open, nothing outside the store is touched.
+Code that saves a checkpoint changes the disk only by calling functions of this module. So a test
+can kill the process or raise an error at each of these calls. A folder is kept open while it is
+used, and files are opened relative to the open folder, without following links. If somebody
+replaces the folder by a link while it is open, nothing outside the store is touched.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import numpy as np
 BLOCK = 1 << 20
 #: The number of blocks in one read or write.
 GROUP = 4
-#: Direct input and output, which bypasses the cache of the system, needs multiples of this as
-#: positions in files, addresses in memory, and numbers of bytes.
+#: For direct input and output, which bypasses the cache of the system, positions in files,
+#: addresses in memory and numbers of bytes must be multiples of this number.
 PAGE = 4096
 _DIRECT = getattr(os, "O_DIRECT", 0)
 #: The flags for all files. O_NONBLOCK is among them, because opening a FIFO would otherwise wait
@@ -204,9 +204,9 @@ def open_for_lock(name: str, where: int) -> int:
 def read_at(descriptor: int, view: memoryview, offset: int, enough: int | None = None) -> int:
     """Read from `offset` into `view` and return the number of bytes read.
 
-    If fewer bytes are read than `view` has, the file has ended, or at least `enough` bytes are
-    read. (A read that bypasses the system's cache must ask for whole pages, although the caller may
-    need fewer bytes.)
+    If the function reads fewer bytes than `view` has, the file has ended, or at least `enough`
+    bytes are read. (A read that bypasses the system's cache must ask for whole pages, although the
+    caller may need fewer bytes.)
     """
     done = 0
     while done < (len(view) if enough is None else enough):
@@ -271,7 +271,7 @@ def is_same(descriptor: int, name: str, where: int) -> bool:
 
 
 def total_size(where: int) -> int:
-    """Return the total size of all files in an open folder, except files removed meanwhile."""
+    """Return the total size of all files in an open folder; skip files that vanish meanwhile."""
     total = 0
     with os.scandir(where) as entries:
         for entry in entries:

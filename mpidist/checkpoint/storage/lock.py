@@ -2,11 +2,11 @@
 
 Rank 0 holds a lock on the file ``.lock`` from its first save until the store is closed. The system
 releases the lock when the process ends, so a dead job never blocks the next one. The process that
-takes the lock writes its name (process number, host and time) into the file. Some file systems do
-not share locks between hosts, so two jobs on two hosts can hold the lock at once. If two jobs hold
-the lock, the file has the name of the later job. The earlier job finds the name of the later one
-before it commits its next step, and raises an error instead. (A check that stops a process which
-has lost its lock is called a fence.)
+takes the lock writes its process number, its host and the time into the file; these are called its
+name. Some file systems do not share locks between hosts, so two jobs on two hosts can hold the lock
+at once. If two jobs hold the lock, the file has the name of the later job. Before the earlier job
+commits its next step, it finds this name in the file, and raises an error instead of committing the
+step. (A check that stops a process which has lost its lock is called a fence.)
 
 The lock file also shows whether the disk of the folder is mounted: if the disk is not mounted, the
 path leads to another folder, which has no lock file.
@@ -58,8 +58,8 @@ class RunLock:
 
         Raises StorageError if the folder is missing at a later save.
 
-        At a later save no folder is made, since a new folder would hide that earlier steps are
-        lost, or that a disk is not mounted.
+        At a later save no folder is made, since a new folder would hide the loss of earlier steps,
+        or a disk that is not mounted.
         """
         if not self._mine:
             files.make_root(self.path)
@@ -73,9 +73,10 @@ class RunLock:
         """Take the lock of an open folder, unless this process holds the lock already.
 
         Raises CheckpointError if another process holds the lock. If this process holds the lock,
-        but the lock file is missing, the method assumes that a user has made the folder anew, and
-        makes a new lock file. If the lock file is missing and the folder is on another file system
-        than before, the folder's disk is probably not mounted, and a StorageError is raised.
+        but the lock file is missing, the method assumes that a user has removed the folder and made
+        it again, and makes a new lock file. If the lock file is missing and the folder is on
+        another file system than before, the folder's disk is probably not mounted, and a
+        StorageError is raised.
         """
         held = _held.get(self._key)
         if held is None:
@@ -138,7 +139,7 @@ class RunLock:
         mine, self._mine = self._mine, False
         if not mine or held is None:  # a forked child does not hold the lock
             return
-        if held.users > 1:  # replaced, not removed: another thread may read it
+        if held.users > 1:  # the entry is replaced, not removed, because another thread may read it
             _held[self._key] = held._replace(users=held.users - 1)
             return
         del _held[self._key]

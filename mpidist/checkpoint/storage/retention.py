@@ -1,9 +1,9 @@
 """Removal of old steps, and of the files of saves that were killed.
 
-A file is removed only if it has a name that a save gives to files, and lies in a folder with a name
-that a save gives to folders. Links are never followed. A folder that holds a file with any other
-name is not removed. The manifest is removed first: a folder without a manifest is not a checkpoint,
-so an interrupted removal leaves no damaged checkpoint.
+A file is removed only if its name is one that a save gives to files, and if the name of its folder
+is one that a save gives to folders. Links are never followed. A folder that holds a file with any
+other name is not removed. The manifest is removed first: a folder without a manifest is not a
+checkpoint, so an interrupted removal leaves no damaged checkpoint.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _age(folder: int, root: int) -> float:
 
 
 def stay(path: str, error: OSError) -> None:
-    """Report, on stderr and as an event, that old checkpoints could not be removed."""
+    """Report on stderr, and as an event, that old checkpoints could not be removed."""
     events.emit("checkpoint_not_removed", path=path, reason=str(error))
     print(f"mpidist: old checkpoints in {path} stay: {error}", file=sys.stderr)
 
@@ -133,8 +133,7 @@ class Keep:
         Steps that are known to be damaged. Damaged steps do not count toward `newest`, and are
         removed when they are older than all good steps that are kept.
     verified : Entry or None
-        The newest step that was restored, or of which every byte was checked. The step `verified`
-        is kept.
+        The newest step that was restored, or whose bytes were all checked. This step is kept.
     others : bool
         Whether the steps of other histories are kept.
     """
@@ -150,8 +149,8 @@ class Keep:
     def remove_aside(self, path: str, root: int, saved: Entry) -> None:
         """Call `remove_old` in a thread, since a disk needs time to free large files.
 
-        The caller must call `settle` before any other method, and must keep the store locked until
-        then.
+        Before the caller calls any other method, it must call `settle`. The caller must keep the
+        store locked until then.
         """
         stack = ExitStack()
         own = stack.enter_context(files.folder(".", root))

@@ -18,8 +18,8 @@ from ..format.decode import decode
 from ..format.manifest import MAX_BYTES, NAME, Damaged, Manifest, tables_of
 from . import files
 
-#: The numbers of history and generation may have any number of digits, because the next number is
-#: always the largest one plus 1.
+#: The numbers of history and generation may have any number of digits. The next number is always
+#: the largest existing number plus 1.
 _STEP = re.compile(r"step-([0-9]{12})(?:-h([1-9][0-9]*))?(?:\.([1-9][0-9]*))?", re.ASCII)
 
 MAX_STEP = 10**12 - 1

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 
 class Worker(threading.Thread):
-    """A thread; its method `end` waits until the thread has ended, even if Ctrl-C is pressed.
+    """A thread whose method `end` waits until the thread has ended, even if Ctrl-C is pressed.
 
     Ctrl-C interrupts Python's own ``join``, and up to Python 3.12 all later calls of ``join``
-    return at once. With Python's ``join``, the caller could close files while the thread still
-    runs, and the thread could write to a descriptor that by then belongs to another file.
+    return at once. With Python's ``join``, the caller could close a file while the thread still
+    runs. The thread could then write to a descriptor that meanwhile belongs to another file.
     """
 
     def __init__(self, target, name: str):
@@ -29,8 +29,8 @@ class Worker(threading.Thread):
     def end(self) -> None:
         """Wait until the thread has ended.
 
-        If Ctrl-C is pressed meanwhile, KeyboardInterrupt is raised after the thread has ended; a
-        second Ctrl-C raises it at once.
+        If Ctrl-C is pressed meanwhile, KeyboardInterrupt is raised after the thread has ended. If
+        Ctrl-C is pressed a second time, KeyboardInterrupt is raised at once.
         """
         if os.getpid() != self._process:
             return  # a forked child has no such thread
@@ -51,7 +51,7 @@ class Beside:
     def __init__(self, work: Callable[[], None], name: str, threaded: bool = True):
         self._work = work
         self._error: BaseException | None = None
-        #: Whether an exception has ended the block, so that the work need not be finished.
+        #: Whether an exception has ended the block. The work then need not be finished.
         self.abandoned = False
         self._worker = Worker(self._run, name) if threaded else None
 

@@ -19,7 +19,7 @@ import numpy as np
 from ..storage import files
 from ..storage.worker_thread import Worker
 
-#: Number of buffers: the caller fills one, one waits, and the thread writes one.
+#: Number of buffers: the caller fills one, the thread writes one, and one waits for the thread.
 _BUFFERS = 3
 
 
@@ -40,7 +40,7 @@ def write(
         for run in runs:
             while len(run):
                 count = min(len(run), group - filled)
-                # After this copy, a change of the state changes neither checksum nor file.
+                # After this copy, a change of the state does not change the checksum or the file.
                 np.copyto(buffer[filled : filled + count], run[:count])
                 run, filled = run[count:], filled + count
                 if filled == group or at + filled == size:

@@ -1,7 +1,7 @@
 """Plan which rank writes which data in a save; use the plan again while no array changes its shape.
 
     all ranks  compare their state with the state of the present plan
-               a rank without a fitting plan and without shards plans as if all ranks had its state
+               a rank with no fitting plan and no shards makes a plan as if all had its state
                --agreement-->  if all ranks have the same plan and equal extras, they are done
     else       --gather-->  the state of each rank, unless rank 0 has the same
                rank 0 plans  --scatter-->  the pieces that each rank gives and writes
@@ -55,7 +55,7 @@ class _Word(NamedTuple):
 class _Told(NamedTuple):
     """The second message of a rank in a save: how its arrays and other leaves differ from rank 0's.
 
-    A field is None if rank 0 has the same value.
+    If rank 0 has the same value, the field is None.
     """
 
     facts: tuple[tuple[Fact, ...], tuple[bool, ...]] | None
@@ -81,7 +81,7 @@ class SavePlan(NamedTuple):
     """The plan of a save, and the description of the state for which it was made.
 
     Only rank 0 has a `leader`, the part of the plan that other ranks do not need. `room` is a
-    number of bytes in which the head (first line) of each shard's table fits.
+    number of bytes that is enough for the head (first line) of each shard's table.
     """
 
     word: _Word
@@ -121,8 +121,8 @@ class Planner:
         #: Whether some ranks write the data of other ranks.
         self.forwards = any(writer != rank for rank, writer in enumerate(writer_of))
         self._plan: SavePlan | None = None
-        #: A plan, and the names of extras for which a check has found no clash with the plan's
-        #: tensors.
+        #: A plan, and names of extras. A check has shown that no tensor of the plan has one of
+        #: these names.
         self._checked: tuple[Leader | None, list] = None, []
 
     def begin(
@@ -258,8 +258,8 @@ def _planned(
     rank.
 
     `share` lists the pieces of arrays that the rank sends and writes. `tensors` describes all
-    tensors, or is None if each rank has all of them. `room` is a number of bytes in which the head
-    (first line) of each shard's table fits.
+    tensors, or is None if each rank has all of them. `room` is a number of bytes that is
+    enough for the head (first line) of each shard's table.
     """
     tensors = write_plan.agree(everyone)
     plan = write_plan.shares(tensors, everyone, writer_of)

@@ -1,4 +1,4 @@
-"""The work of a rank in a save: which pieces of arrays it holds and saves, and which it writes.
+"""The work of a rank in a save: the pieces of arrays that it holds, and those that it writes.
 
 A piece is a part of an array that is stored as one data set. The lists of pieces are computed once
 for each plan (which rank writes what), and all saves with the same plan use them. If a save of many
@@ -16,7 +16,8 @@ from ..format import hdf5_layout, manifest, piece_table
 from ..format.state import Fact
 from .write_plan import Share, itemsizes
 
-#: The source of a given piece: the place of its leaf, and its range if the array is replicated.
+#: Where the data of a piece come from: the index of an array, and a range in this array if the
+#: array is replicated.
 Source = tuple[int, tuple[int, int] | None]
 
 
@@ -82,7 +83,7 @@ class Work:
 
     @cached_property
     def around(self) -> tuple[bytes, bytes]:
-        """The bytes of the shard file before the first piece, and those behind the last piece."""
+        """The bytes of the shard file before the first piece, and those after the last piece."""
         rows = self._share.writes
         return hdf5_layout.around(self._facts, rows, hdf5_layout.place(self._nbytes(rows))[1])
 

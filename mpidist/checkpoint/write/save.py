@@ -8,11 +8,11 @@
                and only then removes old steps
     all ranks  <--bcast--  committed, or one error for all
 
-The rename of the temporary folder commits the step. Before the rename no reader looks at the
-folder, and all bytes are already on stable storage when the rename happens. If a file system loses
-bytes although fsync has succeeded, readers find the damage by the checksums. Even if fsync and
-rename do not work as promised, a reader that compares the checksums uses no wrong data. The
-guarantee that no committed step is lost depends on fsync and rename.
+The rename of the temporary folder commits the step. Before the rename no reader reads the folder,
+and all its bytes are on stable storage when the rename happens. If a file system loses bytes
+although fsync has succeeded, readers find the damage by the checksums. Even if fsync and rename do
+not work as promised, a reader that compares the checksums uses no wrong data. The guarantee that no
+committed step is lost depends on fsync and rename.
 
 A rank needs no MPI to write its shard, and rank 0 needs no MPI to commit, so `save_async` does both
 in threads. In `save_async`, the thread of rank 0 waits until the tables (lists of the parts) of all
@@ -43,7 +43,8 @@ from ..store_folder import Place
 from . import shard_writer
 from .planner import Begun, Planner
 
-#: A background save is given up if for this many seconds no byte is added to its folder.
+#: If no byte is added to the folder of a background save for this many seconds, the save is given
+#: up.
 PATIENCE_SECONDS = 600.0
 
 _LONGEST_PAUSE = 0.1
@@ -183,8 +184,8 @@ class Save:
             nbytes = run_on_all(self.comm, doing, self._table, self._end, agreed=room)
         finally:
             self.abandon()
-        # The event has the time of the save itself, because a background save may have ended long
-        # before this call (see `longest_save`).
+        # The event has the duration of the save itself and not the time until this call, because a
+        # background save may have ended long before this call (see `longest_save`).
         seconds = (self._ended or time.perf_counter()) - self._began
         events.emit("checkpoint_saved", step=self.step, bytes=nbytes, seconds=round(seconds, 4))
 
@@ -221,8 +222,8 @@ class Save:
         """
         leader, extras = self._begun.plan.leader, self._begun.extras
         assert leader is not None
-        # It was proved when the plan was made that the planned pieces cover every array. Here each
-        # table must prove that its shard is complete and has the planned pieces.
+        # When the plan was made, a check proved that the planned pieces cover every array. Here
+        # each table must prove that its shard is complete and has the planned pieces.
         tables = [
             manifest.check_head(head, files.BLOCK, digest)
             for head, digest in zip(heads, leader.pieces.values(), strict=True)
@@ -254,8 +255,8 @@ class Save:
                 remove_old = keep.remove_aside if self._thread is None else keep.remove_old
                 remove_old(self.path, root, saved)
             except OSError as error:
-                # The new step is in the folder, so the save has not failed. But its rename may not
-                # survive a crash of the host, so the old steps are kept.
+                # The new step is in the folder, so the save has not failed. But after a crash of
+                # the host, the rename may be lost, so the old steps are kept.
                 retention.stay(self.path, error)
         return leader.nbytes
 

@@ -1,10 +1,10 @@
 """Write the shard of a rank: an HDF5 file with parts of the state, and a table of these parts.
 
-Each shard has one writer, which writes it once, from front to back. The checksums of a shard are
-computed from its bytes in memory, just before these are written (`checksummed_write`). The writer
-makes the table of a shard when the shard is on stable storage, and gives the table its final name
-when the table itself is on stable storage. A process that sees the table of a shard can therefore
-read the whole shard, without a message from the writer.
+Each shard has one writer, which writes the shard once, from its first byte to its last. The
+checksums of a shard are computed from its bytes in memory, just before these bytes are written
+(`checksummed_write`). The writer makes the table of a shard when the shard is on stable storage,
+and gives the table its final name when the table itself is on stable storage. A process that sees
+the table of a shard can therefore read the whole shard, without a message from the writer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Elements = Any
 class Memory:
     """Memory for the copies of a save, which the next save uses again.
 
-    In new memory, the page faults would take longer than the copying.
+    In newly allocated memory, page faults would take longer than the copying.
     """
 
     def __init__(self):
@@ -84,7 +84,7 @@ def copied(work: Work, views: Sequence[Elements], memory: Memory) -> list[Elemen
     """
     copies = memory.room(work.given_bytes)
     for given, copy in zip(views, copies, strict=True):
-        view = given() if callable(given) else given  # the function has copied already
+        view = given() if callable(given) else given  # a function returns a copy already
         copy_into(copy.view(view.dtype).reshape(view.shape), view)
     return copies  # type: ignore[return-value]
 
@@ -121,8 +121,8 @@ def forward_parts(
 ) -> list[Elements] | Exception:
     """Send the pieces of this rank to the rank that writes them, and receive pieces from others.
 
-    Collective over `comm`. `inbox` has the buffers from `receive_buffers`. A rank without enough
-    memory has already failed in `receive_buffers`, before other ranks wait for its messages.
+    Collective over `comm`. `inbox` has the buffers from `receive_buffers`. If a rank has too little
+    memory, it has already failed in `receive_buffers`, before other ranks wait for its messages.
     Return, for each piece that this rank writes, an array with its values. If a piece cannot be
     sent, return the exception in place of the arrays; the caller raises it. The rank then sends
     empty messages in place of this piece and all later ones, so that no writing rank waits for

@@ -157,7 +157,7 @@ def writers_of(writers: str | int, nodes: Sequence[int]) -> list[int]:
 
 
 class Share(NamedTuple):
-    """The pieces of arrays that a rank gives to the writing rank `to`, and those that it writes.
+    """The pieces of arrays that a rank gives to the writing rank `to`, and the pieces it writes.
 
     A rank that writes its own pieces gives them to itself.
 
