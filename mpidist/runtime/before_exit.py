@@ -21,7 +21,7 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-#: The most seconds that a rank waits until a slow launcher has read its output.
+#: A rank waits at most this many seconds until a slow launcher has read its output.
 READ_BY = 10.0
 
 #: How the names of the shared-memory files of MPICH, UCX and Open MPI begin. Other files in
@@ -32,8 +32,8 @@ SEGMENTS = ("mpich_shm_", "ucx_shm_", "sm_segment.", "vader_segment.")
 def unlink_segments(prefixes: tuple[str, ...] = SEGMENTS) -> None:
     """Remove the names of the shared-memory files that the MPI library of this process has made.
 
-    A process calls this function before it may be killed, because MPICH leaves megabytes in
-    /dev/shm when a job is aborted. The memory itself lives on in the processes that have mapped it.
+    A process calls this function when it may soon be killed, because MPICH leaves megabytes in
+    /dev/shm when a job is aborted. Processes that have mapped the memory can still use it.
     """
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
@@ -73,7 +73,7 @@ def flush_files() -> None:
                     each.flush()
 
 
-#: The state of Open MPI after MPI_Finalize, in its `ompi_mpi_state`.
+#: The value of Open MPI's variable `ompi_mpi_state` after MPI_Finalize.
 _FINALIZED = 5
 
 
@@ -83,7 +83,8 @@ def one_line(error: BaseException) -> str:
     for frame, line in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__name__", "")
         if module.partition(".")[0] == "mpidist":
-            # The user of an mpidist command has written a job file, not the line that called here.
+            # The user of an mpidist command has written a job file, and not the Python line that
+            # has called mpidist.
             where = "" if module.startswith("mpidist.cli") else where
             break
         where = f" ({Path(frame.f_code.co_filename).name}:{line})"
@@ -93,8 +94,9 @@ def one_line(error: BaseException) -> str:
 def end_process(code: int, *, now: bool) -> None:
     """At exit, end this process without MPI_Finalize, which may never return after a death.
 
-    Python itself goes on to end the process, and knows the exit code of a ``raise SystemExit(4)``.
-    If that cannot be, or if it must be `now`, the process ends here with exit code `code`.
+    If possible, this function returns, and Python itself then ends the process, because Python
+    knows the exit code of a ``raise SystemExit(4)``. If this is not possible, or if `now` is true,
+    the process ends in this function with exit code `code`.
     """
     if now or not _leave_out_finalize():
         flush_files()
@@ -102,13 +104,13 @@ def end_process(code: int, *, now: bool) -> None:
 
 
 def _leave_out_finalize() -> bool:
-    """Make Python's own end of this process leave out MPI_Finalize; return whether that works."""
+    """Make sure that Python ends this process without MPI_Finalize; return whether that works."""
     try:
-        # mpi4py does not finalise an MPI that says it has been finalised.
+        # If MPI says that it has been finalised, mpi4py does not finalise it again.
         ctypes.c_int32.in_dll(ctypes.CDLL(MPI.__file__), "ompi_mpi_state").value = _FINALIZED
         # The C library calls _exit(code) before the exit functions of MPI's libraries.
         libc = ctypes.CDLL(None)
-        libc.fflush(None)  # what libraries in C have written
+        libc.fflush(None)  # write the output of libraries in C that is still in memory
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
     except (OSError, ValueError, AttributeError):  # another MPI, or another C library
         return False
@@ -116,7 +118,7 @@ def _leave_out_finalize() -> bool:
 
 
 def flush_streams() -> None:
-    """Write what stdout and stderr still hold in memory."""
+    """Write the output of stdout and stderr that is still in memory."""
     for stream in (sys.stdout, sys.stderr):
         # A stream that is closed or missing has nothing to flush.
         with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -16,7 +16,7 @@ import numpy as np
 from .. import events
 from ..arrays import host_empty, is_device
 
-#: The most bytes that the pool of one communicator keeps while no operation runs.
+#: The largest number of bytes that the pool of one communicator keeps while no operation runs.
 LIMIT = 256 << 20
 
 _LEAST = 256
@@ -36,8 +36,8 @@ class BufferPool:
     Attributes
     ----------
     limit : int
-        The most bytes that idle buffers may have. If the idle buffers exceed this limit, those that
-        were unused longest are freed.
+        The largest number of bytes that idle buffers may have. Beyond this limit, the buffers that
+        were unused for the longest time are freed.
     kept : int
         The bytes of all idle buffers.
     """
@@ -60,7 +60,7 @@ class BufferPool:
         return raw[:nbytes].view(dtype)
 
     def give(self, vector: np.ndarray, like=None) -> None:
-        """Put an array from `take` back into the pool; `like` must be the same as it was there."""
+        """Put an array from `take` back into the pool; pass the same `like` as to `take`."""
         raw = vector.base
         assert isinstance(raw, np.ndarray)  # `take` returns a view
         if raw.size > self.limit:
@@ -84,7 +84,7 @@ class BufferPool:
         self.kept = 0
 
     def _tell(self, nbytes: int) -> None:
-        """Log once that the pool is full and operations therefore allocate buffers repeatedly."""
+        """Log once that the pool is full, so that operations have to allocate new buffers."""
         if not self._told:
             self._told = True
             events.emit("buffer_pool_full", bytes=nbytes, limit=self.limit)

@@ -20,7 +20,8 @@ from ..errors import ClosedError, ConfigError
 from ..events import is_ours
 from . import polling
 
-#: How the names of files begin that belong to mpidist or Python, and not to the user's program.
+#: The names of files that belong to mpidist or Python, and not to the user's program, begin with
+#: these texts.
 _INNER = (str(Path(__file__).parents[1]) + os.sep, str(Path(os.__file__).parent) + os.sep, "<")
 
 
@@ -37,7 +38,7 @@ def check_comm(comm) -> None:
 
 
 def handle_of(comm) -> int:
-    """Return MPI's handle of `comm`, even of a freed one; raise ConfigError for other objects."""
+    """Return MPI's handle of `comm`, even if `comm` is freed; ConfigError for other objects."""
     if not isinstance(comm, MPI.Comm):
         check_comm(comm)
     return comm.handle
@@ -53,9 +54,10 @@ def translated_rank(rank: int, comm: MPI.Comm, other: MPI.Comm) -> int:
 
 
 def one_step(call: Callable) -> Callable:
-    """Return the call of MPI itself for a blocking method of `ElasticComm`, which looks behind it.
+    """Return MPI's own method for `call`, a blocking method of an `ElasticComm`.
 
-    The caller must call `look` itself.
+    The method of an `ElasticComm` calls `look` after the call of MPI; MPI's own method does not, so
+    the caller must call `look` itself.
     """
     inner = getattr(call, "__wrapped__", None)
     return call if inner is None else partial(inner, call.__self__)  # type: ignore[attr-defined]
@@ -72,19 +74,21 @@ def has_rank_of(comm: MPI.Comm, dead: MPI.Group) -> bool:
 
 
 class ElasticComm(MPI.Intracomm):
-    """A communicator that registers the communicators that are made from it, in its membership.
+    """A communicator; communicators that are made from it are registered in its membership.
 
-    Its blocking collectives look for a death before they return: if a death breaks one off, Open
-    MPI 5.0.11 may return as if it had succeeded, with incomplete data.
+    Its blocking collectives check before they return whether a rank has died. Otherwise they could
+    return incomplete data: if a death interrupts a collective, Open MPI 5.0.11 may return as if the
+    collective had succeeded.
     """
 
     #: The `ulfm.Membership` to which the communicator belongs.
     membership: Any
-    #: Why the communicator cannot be used any more.
+    #: The reason why the communicator cannot be used any more, or "".
     ended = ""
-    #: The private communicators and the number of its context, if they have been made already.
+    #: The private communicators of its context and the number of its context, if these have been
+    #: made already.
     prepared: Any = None
-    #: The node, as its number and host, of each rank; only of `Membership.comm`.
+    #: For each rank, the number and the host of its node. Set only on `Membership.comm`.
     places: tuple[tuple[int, str], ...] | None = None
 
     def Idup(self, info=None):
@@ -109,7 +113,7 @@ class _Distgraph(ElasticComm, MPI.Distgraphcomm):
     pass
 
 
-#: The class of ours for each class of mpi4py.
+#: A dict from each communicator class of mpi4py to mpidist's subclass.
 _KINDS: dict[type, type[ElasticComm]] = {
     MPI.Intracomm: ElasticComm,
     MPI.Cartcomm: _Cart,
@@ -119,14 +123,14 @@ _KINDS: dict[type, type[ElasticComm]] = {
 
 
 def _blocking(comm: ElasticComm, call, arguments, settings):
-    """Make a blocking call of MPI. A death that explains its error is raised instead."""
+    """Make a blocking call of MPI. If a rank's death has caused an error, raise RankFailure."""
     if comm.ended:
         raise ClosedError(comm.ended)
     told = polling.board_of_main_thread()
     before = told.begin_wait(time.monotonic()) if told is not None else 0
     try:
         return call(comm, *arguments, **settings)
-    except Exception:  # also what pickle raises for incomplete data
+    except Exception:  # also the exceptions of pickle for incomplete data
         comm.membership.look()
         raise
     finally:
@@ -135,7 +139,7 @@ def _blocking(comm: ElasticComm, call, arguments, settings):
 
 
 def _making(make):
-    """Return a method that makes a communicator as the method `make` of MPI does."""
+    """Return a method that makes a communicator like the method `make` of MPI, and registers it."""
 
     @wraps(make)
     def registering(self, *args, **settings):
@@ -146,7 +150,7 @@ def _making(make):
 
 
 def _looking(call):
-    """Return a method that makes the blocking call of MPI `call`, and then looks for a death."""
+    """Return a method that makes the blocking MPI call `call`, then checks whether a rank died."""
 
     @wraps(call)
     def looking(self, *args, **settings):
@@ -171,7 +175,7 @@ for _plain, _kind in _KINDS.items():  # ElasticComm first: the other classes inh
 
 
 def elastic_comm(comm: MPI.Comm, membership) -> MPI.Comm:
-    """Return `comm` as an object of a membership, which registers its own children."""
+    """Return `comm` as an `ElasticComm` that belongs to `membership`."""
     ours = _KINDS.get(type(comm), type(comm))(comm)
     if isinstance(ours, ElasticComm):
         ours.membership = membership
@@ -216,7 +220,8 @@ def _entry() -> str:
     frame: types.FrameType | None = sys._getframe(2)
     name = "mpidist"
     while frame is not None and is_ours(frame.f_code.co_filename):
-        # The decorator `tells` wraps public functions; the user does not know the wrapper's name.
+        # The decorator `tells` wraps public functions, and the user does not know the name of the
+        # wrapper.
         inner = frame.f_code.co_qualname
         name = name if inner.startswith("tells.") else inner
         frame = frame.f_back
@@ -224,10 +229,10 @@ def _entry() -> str:
 
 
 def public_call(frame: types.FrameType | None) -> str:
-    """Return what a thread does, such as ``, in md.allreduce (train.py:31)``; "" if unknown.
+    """Return a text on what a thread does, such as ``, in md.allreduce (train.py:31)``, or "".
 
-    Of public functions that call each other, the innermost is named: in a training run, that is
-    the exchange that waits, and not ``md.train``.
+    If public functions call each other, the text names the innermost function. In a training run,
+    this is the exchange that waits, and not ``md.train``.
     """
     name = ""
     while frame is not None and frame.f_code.co_filename.startswith(_INNER):
@@ -250,8 +255,9 @@ def _public(name: str) -> str:
 
 def shrunk(base: MPI.Intracomm) -> MPI.Intracomm:
     """Return a communicator of the living ranks of `base`. Collective over them, blocking."""
-    # Open MPI 5.0.11 makes one communicator at a time. If a death breaks the making off, it still
-    # takes that communicator for the next in turn, and the shrink would wait for it for ever. The
-    # end of the making of any other communicator removes that entry.
+    # Open MPI 5.0.11 makes one communicator at a time, in the order of a queue. If a death
+    # interrupts the making of a communicator, this communicator stays first in the queue, and the
+    # shrink would wait for it for ever. When the making of any other communicator ends, the entry
+    # is removed from the queue.
     MPI.COMM_SELF.Dup().Free()
     return MPI.Intracomm(base.Shrink())

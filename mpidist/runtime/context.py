@@ -41,15 +41,15 @@ from .failure import hook, is_child
 from .polling import wait_until
 from .ulfm import is_death, rank_failure
 
-#: The most plans of a communicator; beyond it, a plan that has not run lately is closed.
+#: The largest number of plans; beyond it, a plan that has not run lately is closed.
 MAX_PLANS = 256
 
-#: The nonblocking operations that this thread has under way. Every wait makes progress for all of
-#: them, so ranks may wait for them in different orders.
+#: The running nonblocking operations of this thread. Every wait makes progress for all of them, so
+#: ranks may wait for them in different orders.
 running = Running()
 
 _keyval = MPI.KEYVAL_INVALID
-# Operations that can no longer end; they are kept, because MPI may still write into their memory.
+# Operations that can never end. They are kept, because MPI may still write into their memory.
 _abandoned: list = []
 _making: dict[int, Making] = {}
 _one_thread = threading.RLock()  # reentrant, because a signal handler may make a first call
@@ -64,8 +64,8 @@ class Context:
         self.comm = comm
         self.rank, self.size = comm.rank, comm.size
         self.host = socket.gethostname()
-        # Plans send on `data`. Statuses are sent on `control`, so that a probe for them finds no
-        # data message.
+        # Plans send their messages on `data`. Statuses are sent on `control`, so that a probe for
+        # statuses finds no data message.
         self.data, self.control, self.identity = private
         self.thread = threading.get_ident()  # the thread of the newest call
         self.tag_limit = (self.data.Get_attr(MPI.TAG_UB) or 32767) - 1
@@ -75,19 +75,19 @@ class Context:
         self.quick: dict = {}
         self.store: dict = {}
         self.pool = BufferPool()
-        self.begun = 0  # operations that have begun, without those that plans count
-        self.heard = time.monotonic()  # when this rank last received statuses, or needed none
+        self.begun = 0  # the number of operations that have begun, except those that plans count
+        self.heard = time.monotonic()  # when this rank last received statuses or did not need to
         self.chain = 0  # a digest of past operations in which not all ranks wait
         self.history: deque[Signature] = deque(maxlen=HISTORY)
         self.failed: str | None = None
         self.failed_as: type[MpidistError] = MismatchError  # or RankFailure
-        self.ended = ""  # why the context has ended without `free`
+        self.ended = ""  # the reason why the context has ended without `free`
         #: If `stopped` is true, a thread must call `check_free` before it begins an operation.
         #: `stopped` is true while a call runs in the thread `caller`, and always after a failure or
         #: `close`.
         self.closed = self.stopped = self.under_way = False
         self.caller: int | None = None
-        #: Whether other ranks may not have raised an error as this one did; the count of proofs.
+        #: Whether some rank may lack the error that this rank raised; the number of proofs so far.
         self.unconfirmed, self.confirmed = False, 0
         #: The only thread that may call, if MPI allows only one thread.
         self.owner = None if MPI.Query_thread() == MPI.THREAD_MULTIPLE else threading.get_ident()
@@ -139,7 +139,7 @@ class Context:
         return self.history[-1 - back] if 0 <= back < len(self.history) else None
 
     def begin(self, signature: Signature, runs: events.Runs | None = None) -> int:
-        """Begin the next operation; the n-th operation must have one signature on all ranks.
+        """Begin the next operation; the n-th operation must have the same signature on all ranks.
 
         Adds one to ``runs.times`` (a count of runs) if `runs` is given. Returns the argument for
         the method `tag`: a number that is equal on all ranks and differs between operations.
@@ -175,7 +175,7 @@ class Context:
         if self.stopped and (self.caller is not None or not self.unconfirmed):
             raise refusal(kind, self)
         if self.unconfirmed:
-            # Prove that all ranks have raised in place of an operation, as this rank has.
+            # Prove that all ranks have raised instead of beginning an operation, as this rank has.
             self.caller = me
             try:
                 self.agree(Signature(RAISED, "", ""))
@@ -251,7 +251,7 @@ class Context:
 
         If another rank has begun the operation that this rank has not begun, or begins it later,
         that rank raises MismatchError with the text of `error`. Before its next operation, this
-        rank proves that all ranks have raised an exception instead of beginning the same operation.
+        rank checks that all ranks have raised an exception instead of beginning the same operation.
         Therefore the communicator stays usable if all ranks pass a bad argument.
         """
         if self.size == 1 or self.closed:
@@ -267,9 +267,9 @@ class Context:
         """End an operation that has begun, on all ranks, because this rank has raised `error`.
 
         A rank that waits for this rank raises MismatchError, which names this rank and `error`.
-        From then on the communicator cannot be used. This function does not raise; the caller
-        raises `error` again. If MPI has raised `error` because a rank has died, this function
-        raises RankFailure instead, and sends nothing.
+        After that, the communicator cannot be used any more. This function does not raise; the
+        caller raises `error` again. If MPI has raised `error` because a rank has died, this
+        function raises RankFailure instead, and sends nothing.
         """
         mark_told(error, self)
         if self.failed or self.size == 1:
@@ -287,7 +287,7 @@ class Context:
         self.statuses.sentence(str(error) if crossed else text, CROSSED if crossed else BROKEN)
 
     def escaped(self, error: BaseException) -> None:
-        """Send `error`, raised before the guard of a public function began, unless it was sent."""
+        """Send `error`, which was raised before the guard of a public function, if not yet sent."""
         if was_told(error, self) or self.failed or self.closed or self.caller is not None:
             return
         self.raised(error)
@@ -299,7 +299,7 @@ class Context:
         self._abandon()
 
     def _check_death(self, error: BaseException) -> None:
-        """Give up if `error` says that a rank has died; raise RankFailure for an error of MPI."""
+        """If `error` is about a rank's death, give up; raise RankFailure if it is an MPI error."""
         if is_death(error):
             found = rank_failure(error)
             self.failed_as = RankFailure
@@ -308,11 +308,11 @@ class Context:
                 raise found from error
 
     def earlier_failure(self) -> MpidistError:
-        """Return the error of a call on this communicator, which has failed."""
+        """Return the error for a new call on this communicator, which has failed before."""
         return self.failed_as(f"this communicator failed earlier: {self.failed}")
 
     def _abandon(self) -> None:
-        """Keep the buffers that MPI may still write into, and stop all operations' progress."""
+        """Keep the buffers into which MPI may still write; no operation makes progress any more."""
         _abandoned.extend((self, handle) for handle in self.handles)
         for handle in tuple(self.handles):
             running.remove(handle)
@@ -348,7 +348,7 @@ class Context:
         self.plans.pop(key).close()
 
     def end(self, text: str) -> list:
-        """End the context without a message, because a rank has died; return its memory."""
+        """End the context without messages, because a rank has died; return its buffers."""
         self.ended = text
         open_contexts.remove(self)
         self.give_up(self.failed or text)
@@ -357,7 +357,7 @@ class Context:
         return end_after_death(self)
 
     def close(self) -> None:
-        """Wait for the other ranks, then free all that belongs to the context.
+        """Wait for the other ranks, then free everything that belongs to the context.
 
         Collective; a second call does nothing.
 
@@ -401,8 +401,8 @@ def _make(comm: MPI.Comm) -> Context:
         arrays.set_direct(arrays.direct_wanted(os.environ))
         if _keyval == MPI.KEYVAL_INVALID:
             _keyval = MPI.Comm.Create_keyval(delete_fn=_forget)
-            # Exit handlers run last in, first out, so this one runs before the exit barrier and
-            # before MPI_Finalize.
+            # The exit handler that was registered last runs first, so this handler runs before the
+            # exit barrier and before MPI_Finalize.
             atexit.register(_close_all)
         if comm.handle not in _making:
             _making[comm.handle] = Making(comm)
@@ -440,11 +440,11 @@ def free(comm: MPI.Comm) -> None:
 def _close_all() -> None:
     if MPI.Is_finalized() or is_child():
         return
-    for context in sorted(open_contexts, key=attrgetter("identity")):  # in one order on all ranks
+    for context in sorted(open_contexts, key=attrgetter("identity")):  # in one order everywhere
         try:
             context.close()
         except (MismatchError, RankFailure, MPI.Exception) as error:
-            # Other ranks print their own errors. The exit of an elastic group prints its deaths.
+            # Other ranks print their own errors, and an elastic group prints deaths at its exit.
             heard = isinstance(error, MismatchError) and not context.statuses.found
             if not heard and not is_death(error):
                 print(f"mpidist: error: {error}", file=sys.stderr, flush=True)

@@ -23,10 +23,10 @@ from .agreement.mismatch import BALLOT, Signature
 from .failure import asked_exit_code
 from .polling import wait_until
 
-#: Seconds within which nonblocking operations must end after all ranks have left.
+#: After all ranks have left, nonblocking operations must end within this many seconds.
 _FINISH = 5.0
 
-#: Seconds in which a leaving rank receives statuses of ranks that go on.
+#: A rank that leaves receives the statuses of ranks that continue, for this many seconds.
 _HEAR = 3.0
 
 _LEAVING = Signature("leave", "", "")
@@ -45,13 +45,13 @@ class _NotWaited(Exception):
 def leave_together(context) -> bool:
     """Wait for the other ranks, and receive the messages that are on their way. Collective.
 
-    Returns false if an operation or a message is still under way, so that nothing may be freed.
-    Raises MismatchError if the ranks have not made the same calls.
+    Returns false if an operation is still running or a message has not arrived, so that no memory
+    may be freed. Raises MismatchError if the ranks have not made the same calls.
     """
     if context.size == 1:
         return True
-    # Every new operation begins with the same reduction. A rank that goes on and begins an
-    # operation therefore meets this rank in the reduction.
+    # Every new operation begins with the same reduction. If another rank continues and begins an
+    # operation, this rank therefore notices it in the reduction.
     key, ballot = _LEAVING.key, np.zeros(BALLOT, np.int64)
     ballot[:2] = key, -key
     request = context.control.Iallreduce(MPI.IN_PLACE, ballot, MPI.MAX)
@@ -92,18 +92,19 @@ def _give_up(seconds: float) -> None:
 
 
 def _settle(context) -> bool:
-    """Finish the operations that are under way and receive all statuses. Collective.
+    """Finish the operations that are still running and receive all statuses. Collective.
 
-    At this time all ranks are closing the context, so no rank begins another operation. A status
-    message that is not received now could arrive on a new communicator, because MPI may give the
-    new communicator the internal number of the freed one.
+    At this time all ranks close the context, so no rank begins another operation. A status message
+    that is not received now could arrive on a new communicator, because MPI may give the new
+    communicator the internal number of the freed one.
     """
     statuses, end = context.statuses, time.monotonic() + _FINISH
 
     def listen(seconds: float) -> None:
-        # This rank receives statuses while it waits, because a rank that has failed never comes to
-        # this reduction. (The reduction of a call that it broke off may have matched the first
-        # reduction of the ranks that leave.)
+        # This rank receives statuses while it waits, because a rank that has failed never takes
+        # part in this reduction. (The failed rank may have taken part in the first reduction of the
+        # ranks that leave, because that reduction may have matched the reduction of the call in
+        # which the rank failed.)
         _give_up(seconds)
         statuses.listen()
 
@@ -135,7 +136,7 @@ def _progress(context, test: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def end_after_death(context) -> list:
-    """Empty a context that ends without a message; return what held memory for its operations."""
+    """Empty a context that ends without messages; return the objects that hold its buffers."""
     kept = [*context.plans.values(), *context.store.values(), context.pool]
     for each in (context.plans, context.quick, context.store):
         each.clear()

@@ -29,8 +29,8 @@ from .ulfm import is_death, keep_alive, rank_failure
 class Making:
     """The private communicators of `comm` while they are being made.
 
-    A thread uses the object inside a ``with`` block. A second thread that enters the ``with`` block
-    at the same time gets ProtocolError.
+    A thread uses this object in a ``with`` block. A second thread that enters the ``with`` block at
+    the same time gets ProtocolError.
     """
 
     def __init__(self, comm: MPI.Comm):
@@ -58,7 +58,8 @@ class Making:
             self.comm.prepared = None  # type: ignore[attr-defined]
             return prepared
         # The barrier comes first, because an interrupted rank can abandon a barrier. If a rank
-        # abandons a half-made communicator, Open MPI makes no other one.
+        # abandons a communicator that is only partly made, Open MPI cannot make any other
+        # communicator.
         steps = (self._meet, self._duplicate, self._duplicate, self._number, self._exit_barrier)
         for step in steps[len(self._made) :]:
             if self._request is None:
@@ -66,7 +67,8 @@ class Making:
             try:
                 wait_until(self._request.Test, lambda _: crossed_waits.look(self.comm))
             except Exception as error:
-                # The making of a communicator may report a death as MPI_ERR_INTERN.
+                # If a rank dies while a communicator is made, MPI may report the error
+                # MPI_ERR_INTERN.
                 if is_death(error) or (isinstance(error, MPI.Exception) and _has_dead(self.comm)):
                     keep_alive(self._request, self._pending)
                     raise rank_failure(error) from error
@@ -96,7 +98,7 @@ class Making:
 
 
 def _has_dead(comm: MPI.Comm) -> bool:
-    """Return whether a rank of `comm` is known to have died; false without ULFM."""
+    """Return whether a rank of `comm` is known to have died; False if MPI has no ULFM."""
     if not has_ulfm():
         return False
     failed = comm.Get_failed()

@@ -27,9 +27,10 @@ def wait_for(requests: Sequence[MPI.Request], *memory: np.ndarray) -> None:
 def test_some(requests: list[MPI.Request]) -> list[int] | None:
     """Return the numbers of the requests that have ended, as ``MPI.Request.Testsome`` does.
 
-    A program that is not elastic may call Testsome itself, which is faster. Here, a request that a
-    death has broken off raises RankFailure and is not freed: Open MPI 5.0.11 ends the process if
-    such a request is freed before its last fragment has been sent.
+    A program that is not elastic may call Testsome itself, which is faster. If a death has
+    interrupted a request, this function raises RankFailure and does not free the request, because
+    Open MPI 5.0.11 ends the process if such a request is freed before its last fragment has been
+    sent.
     """
     if ulfm.current is None:
         return MPI.Request.Testsome(requests)
@@ -41,21 +42,21 @@ def test_some(requests: list[MPI.Request]) -> list[int] | None:
 
 
 def test_one(request: MPI.Request, status: MPI.Status) -> bool:
-    """Return whether a request has ended, and fill its status, with the errors of `test_some`."""
+    """Return whether a request has ended, and fill its status; raise errors as `test_some`."""
     if ulfm.current is None:
         return request.Test(status)
     return _has_ended(request, status) and request.Test()
 
 
 def test_all(requests: list[MPI.Request]) -> bool:
-    """Return whether all requests have ended, with the errors of `test_some`."""
+    """Return whether all requests have ended; raise errors as `test_some` does."""
     if ulfm.current is None:
         return MPI.Request.Testall(requests)
     return len(test_some(requests) or ()) == len(requests)
 
 
 def tester(request: MPI.Request) -> Callable[[], bool]:
-    """Return the test function of one request for a wait, with the errors of `test_some`."""
+    """Return a function that tests one request, and raises errors as `test_some` does."""
     return request.Test if ulfm.current is None else lambda: test_one(request, MPI.Status())
 
 

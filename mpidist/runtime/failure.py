@@ -2,7 +2,7 @@
 
 Without this module, a rank calls MPI_Finalize when its Python program raises an exception. In
 MPI_Finalize the rank waits for the other ranks, while the other ranks wait for this rank, and the
-job hangs. With `install_hook`, an exception on one rank ends the whole job instead, also if the
+job hangs. With `install_hook`, an exception on one rank ends the whole job instead, even if the
 program runs as plain ``python program.py``:
 
     rank 0   Allreduce ................................| killed by the launcher
@@ -53,15 +53,15 @@ from .before_exit import (
 from .communicator import check_comm, translated_rank
 
 #: HOLD_BACK: seconds that a failing rank waits for notes of lower ranks. LOOK: seconds that rank 0
-#: waits for a note of a rank that prints already; MPI shows a message after a few probes only.
+#: waits for a note of a rank that already prints; MPI needs a few probes to find a message.
 HOLD_BACK, LOOK = 0.5, 0.05
 
-#: Seconds between the last output and MPI_Abort. MPICH's launcher stops forwarding output
-#: when it receives the abort, and without this pause about one traceback in twenty was lost.
+#: Seconds between the last output and MPI_Abort. MPICH's launcher stops forwarding output when it
+#: receives the abort; without this pause, about one traceback in twenty was lost.
 DRAIN = 0.15
 
 #: LEAVE_TOGETHER: seconds that a rank leaving by ``sys.exit(nonzero)`` waits for the other ranks to
-#: leave, too. LEAVE_FIRST: seconds that the first of several such ranks leaves before the others.
+#: leave, too. LEAVE_FIRST: the first of several such ranks leaves this many seconds earlier.
 LEAVE_TOGETHER, LEAVE_FIRST = 5.0, 1.0
 
 #: The `ulfm.Membership` of an elastic group. With ULFM, MPI_Abort of Open MPI ends only one rank.
@@ -75,10 +75,10 @@ _hook_before, _thread_hook_before, _original_exit = sys.excepthook, threading.ex
 _exit_code = 0  # the code of the last sys.exit(...)
 _may_fail = 0  # the code with which this process may exit without sys.exit
 _child = False  # whether this process was forked by a rank
-_ending = False  # whether the ranks of an elastic group end the job by an error
-_survives = False  # whether this process goes on if ranks die, and leaves out MPI_Finalize
-_exit_barrier = MPI.COMM_NULL  # a duplicate of all ranks, for notes and for leaving together
-_unclaimed = [None]  # emptied by the thread that makes the exit barrier
+_ending = False  # whether the ranks of an elastic group end the job because of an error
+_survives = False  # whether this process continues if ranks die, and leaves out MPI_Finalize
+_exit_barrier = MPI.COMM_NULL  # a communicator of all ranks, for notes and the exit barrier
+_unclaimed = [None]  # the thread that makes the exit barrier empties this list
 _speaking = threading.Lock()
 
 
@@ -109,7 +109,7 @@ def hook(comm: MPI.Comm) -> None:
         threading.excepthook = _uncaught_in_thread
         os.register_at_fork(after_in_child=_become_child)
         # `_leave` is registered first on every rank, because functions that are registered later
-        # run earlier. Ranks that ran them in different orders would wait for each other.
+        # run earlier. If ranks ran them in different orders, they would wait for each other.
         atexit.register(_leave)
         if MPI.COMM_WORLD.size == 1:
             # Open MPI leaves a file of 16 MiB behind if a program is started without a launcher.
@@ -133,7 +133,7 @@ def claim_exit_barrier(comm: MPI.Comm) -> bool:
 
 
 def survive(comm: MPI.Comm) -> None:
-    """Leave the job with `comm` and without MPI_Finalize, in which a rank may die or has died."""
+    """At exit, leave the job by a barrier on `comm` and without MPI_Finalize: ranks may die."""
     global _exit_barrier, _survives
     _unclaimed.clear()
     _exit_barrier, _survives = comm, True
@@ -141,7 +141,7 @@ def survive(comm: MPI.Comm) -> None:
 
 
 def is_whole_job(comm: MPI.Comm) -> bool:
-    """Return whether `comm` has all ranks of the job that live."""
+    """Return whether `comm` has all living ranks of the job."""
     return comm.size == (_exit_barrier if _survives else MPI.COMM_WORLD).size
 
 
@@ -157,8 +157,9 @@ def set_exit_barrier(comm: MPI.Comm) -> None:
     _exit_barrier = comm
     sys.exit = _recording_exit
     # All ranks have left MPI_Init, where MPICH's ranks map their shared memory. So the name of the
-    # file is not needed any more, and the file would stay if the whole job were killed. Open MPI's
-    # ranks map each other's memory later, and its daemons remove the files.
+    # shared-memory file is not needed any more. If the name were not removed, the file would stay
+    # when the whole job is killed. Open MPI's ranks map each other's memory later, and its daemons
+    # remove the files.
     unlink_segments(SEGMENTS[:1])
 
 
@@ -177,7 +178,7 @@ def is_child() -> bool:
 
 
 def end_child(number: int) -> None:
-    """End a forked process by signal `number`. Does nothing in a rank, which ends by itself."""
+    """End a forked process by signal `number`. In a rank, which ends by itself, do nothing."""
     if _child:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -197,7 +198,7 @@ def _uncaught(kind, error, trace) -> None:
 
 
 def _uncaught_in_thread(args) -> None:
-    # SystemExit in a thread ends only that thread: this is Python's own rule.
+    # SystemExit in a thread ends only this thread, as in any Python program.
     if args.exc_type is SystemExit or _child or not _job_is_alive():
         _thread_hook_before(args)
     else:
@@ -213,7 +214,7 @@ def _end_job(error: BaseException, show_traceback) -> None:
     # The whole job ends, so this is one of the few places that use COMM_WORLD.
     world, code = MPI.COMM_WORLD, exit_code(error)
     _exit_code = code
-    # An exception of MPI mostly means that another rank has ended or has made another call.
+    # An exception of MPI usually means that another rank has ended or has made another call.
     if not (_is_secondary(error) or isinstance(error, MPI.Exception)):
         _announce()
     with _speaking:  # a second thread that fails waits here until the process has ended
@@ -224,10 +225,10 @@ def _end_job(error: BaseException, show_traceback) -> None:
                     _show(error, show_traceback)
                 leave_with(code)
         silent = world.size > 1 and _others_speak(world.rank, error)
-        # After a death, some ranks may wait in MPI for the dead one, and never come here.
+        # After a death, some ranks may wait in MPI for the dead rank, and never come here.
         together = getattr(error, "everywhere", False) and not isinstance(error, RankFailure)
         if has_ulfm() and together and _exit_barrier != MPI.COMM_NULL:
-            # MPI_Abort would end only this rank; all ranks come here, and so keep their exit code.
+            # MPI_Abort would end only this rank. All ranks come here and keep their exit code.
             if not silent:
                 _show(error, show_traceback)
             survive(_exit_barrier)
@@ -237,7 +238,7 @@ def _end_job(error: BaseException, show_traceback) -> None:
             _abort(code)
         if isinstance(error, MpidistError) and error.quiet:
             # Another process of this launch prints the same error. That process may be slower than
-            # this one, and the launcher ends all processes when one has failed.
+            # this one, and the launcher ends all processes when one process has failed.
             time.sleep(6 * HOLD_BACK)
         else:
             _show(error, show_traceback)
@@ -304,10 +305,10 @@ def _others_speak(rank: int, error: BaseException) -> bool:
     secondary = _is_secondary(error)
     wait = 3 * HOLD_BACK if secondary else HOLD_BACK if rank else LOOK
     if _exit_barrier == MPI.COMM_NULL:
-        time.sleep(wait + rank * 0.01)  # no channel for notes: ranks print at different times
+        time.sleep(wait + rank * 0.01)  # notes cannot be sent, so ranks print at different times
         return False
-    # Ranks that print go before ranks that have only failed. Ranks that know the cause go before
-    # ranks that report another rank's exception.
+    # Ranks that already print have precedence over ranks that have only failed. Ranks that know the
+    # cause have precedence over ranks that report another rank's exception.
     speaks, failed = (2, 3) if secondary else (0, 1)
     try:
         notes = send_notes(_exit_barrier, failed)
@@ -323,13 +324,13 @@ def _others_speak(rank: int, error: BaseException) -> bool:
             time.sleep(0.01)
         MPI.Request.Testall([*notes, *send_notes(_exit_barrier, speaks)])
     except MPI.Exception:
-        pass  # an MPI that cannot send notes any more may still be able to abort
+        pass  # even if MPI cannot send notes any more, it may still be able to abort
     return False
 
 
 def send_notes(comm: MPI.Comm, tag: int) -> list[MPI.Request]:
     """Send a note to all other ranks of `comm`, and return the requests. Not collective."""
-    # MPI sends one byte at once, whether or not the receiver ever receives it.
+    # MPI sends a message of one byte at once, even if the receiver never receives it.
     others = (other for other in range(comm.size) if other != comm.rank)
     return [comm.Isend([b"!", MPI.BYTE], other, tag=tag) for other in others]
 
@@ -337,8 +338,8 @@ def send_notes(comm: MPI.Comm, tag: int) -> list[MPI.Request]:
 def _leave_alone(code: int) -> None:
     """End a job of one rank with exit code `code`.
 
-    A Python excepthook can set the exit code only by ending the process itself. There is no other
-    rank to wait for, so this function finalises MPI instead of calling MPI_Abort, which would print
+    A Python excepthook can set the exit code only if it ends the process itself. There is no other
+    rank to wait for. So this function finalises MPI, and does not call MPI_Abort, which would print
     a banner.
     """
     atexit._run_exitfuncs()
@@ -354,7 +355,8 @@ def _leave_alone(code: int) -> None:
 def _recording_exit(status=None):
     global _exit_code, _may_fail
     _may_fail = 0
-    # Python's own rule: None means 0, a number is the code, anything else is printed and means 1.
+    # As in Python itself, None means code 0, a number is the code, and anything else is printed and
+    # means code 1.
     _exit_code = 0 if status is None else status if isinstance(status, int) else 1
     _original_exit(status)
 
@@ -365,7 +367,7 @@ def asked_exit_code() -> int:
 
 
 def likely_exit_code() -> int:
-    """Return the code with which this process, which is ending now, most likely ends."""
+    """Return the exit code that this process, which is ending now, most likely has."""
     return (_exit_code or _may_fail) & 0xFF
 
 
@@ -382,8 +384,8 @@ def _leave() -> None:
     for an hour. MPI_Finalize would wait for the other ranks as well, but would keep a core busy.
     """
     if _child and _job_is_alive():
-        # MPI_Finalize would run next. Handlers that the child has registered have run already,
-        # because handlers run last in, first out.
+        # MPI_Finalize would run next. The exit handlers that the child has registered have run
+        # already, because handlers that are registered later run earlier.
         flush_streams()
         os._exit(_exit_code & 0xFF)
     if _job_is_alive() and _exit_barrier != MPI.COMM_NULL:
@@ -424,7 +426,7 @@ def _meet_at_exit() -> None:
 
 
 def leave_with(code: int) -> None:
-    """End this process with exit code `code`, together with the ranks that `survive` has given."""
+    """End this process with exit code `code`, together with the ranks given to `survive`."""
     global _exit_code, _ending
     _exit_code, _ending = code, True
     flush_streams()
@@ -433,13 +435,12 @@ def leave_with(code: int) -> None:
 
 
 def let_first_leave() -> None:
-    """Delay this rank's exit with a nonzero code, so that a rank that does not delay exits first.
+    """Delay this rank's exit with a nonzero code, so that one other rank exits first.
 
     When one process of each of four hosts exits with a nonzero code at the same moment, mpirun of
     Open MPI 5.0.11 hangs or crashes in about one run of five. This mpirun neither hung nor crashed
-    in 60 runs in which one process exited first and the others waited to be ended. On one host, and
-    with other launchers, this function does nothing, nor before the ranks have left the exit
-    barrier.
+    in 60 runs in which one process exited first and the others waited to be ended. This function
+    does nothing on one host, with other launchers, and before the ranks have left the exit barrier.
     """
     here = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 0))
     if _exit_barrier == MPI.COMM_NULL and 0 < here < MPI.COMM_WORLD.size:

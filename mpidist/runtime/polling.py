@@ -18,26 +18,28 @@ from typing import Any
 
 from ..errors import ConfigError, shown
 
-#: Seconds until a wait calls `on_wait` for the first time.
+#: After this many seconds, a wait calls `on_wait` for the first time.
 PATIENCE = 1.0
 
 #: Seconds that the main thread has spent in waits so far. Waits that end at once do not count.
 waited = 0.0
 
-#: When a wait was last seen that lasts longer than a moment, as a time of `time.monotonic`.
+#: The last time (of `time.monotonic`) at which a wait was in progress that had already lasted
+#: longer than a moment.
 long_wait = 0.0
 
-#: Whether this rank gets no answer from another host (`network_watch`).
+#: True while this rank gets no answer from some other host (`network_watch`).
 unreachable = False
 
-#: A function that every wait calls between its tests, if a module has set one. The function may
-#: raise.
+#: A function that every wait calls between its tests, or None. The function may raise an exception.
 look: Callable[[], None] | None = None
 
-#: What shows the other ranks of this node what this rank does, if a module has set it
-#: (`elasticity.node_watch`). It is told of each wait of the main thread that does not end at once.
+#: An object that shows the other ranks of this node what this rank does, or None
+#: (`elasticity.node_watch` sets it). Each wait of the main thread that does not end at once is
+#: shown there.
 board: Any = None
-#: The phases that a board shows; in the last four, a rank may take any time.
+#: The phases of a rank that a board shows. A rank may stay in each of the last four phases for any
+#: time.
 PHASES = ("outside", "compute", "wait", "save", "data", "evaluate", "plan")
 
 _SPINS = 200
@@ -66,9 +68,9 @@ def wait_until(
     for _ in range(_SPINS):
         if test():
             return
-    # If there are more ranks than cores, a rank that spins keeps its peer from running. So the rank
-    # gives its core away after every test. If no other process needs the core, sched_yield takes
-    # 0.3 microseconds.
+    # If there are more ranks than cores, a rank that polls without a pause keeps other ranks from
+    # running. So after every test the rank lets other processes use its core (sched_yield). If no
+    # other process needs the core, sched_yield takes 0.3 microseconds.
     start = time.monotonic()
     look_around = start + patience
     main = threading.current_thread() is threading.main_thread()
@@ -101,19 +103,20 @@ def wait_until(
 
 
 class ElasticWait:
-    """The duties of a wait that has its own loop, in an elastic program.
+    """What a wait with a loop of its own must do in an elastic program.
 
-    Such a wait must notice deaths, and show the other ranks of its node that this rank waits. A
-    wait of less than a millisecond need not do this. A server that answers requests in a wait still
-    shows that it waits, so the other ranks do not evict it as late.
+    Such a wait must notice when a rank has died, and must show the other ranks of its node that
+    this rank waits. A wait of less than a millisecond need not do this. A server that answers
+    requests while it waits still counts as waiting, so the other ranks do not remove it because it
+    is late.
     """
 
-    _EVERY = 0.001  # seconds between two looks
+    _EVERY = 0.001  # seconds between two calls of `look`
 
     def __init__(self, start: float):
         self.next = start + self._EVERY
         self._board = board_of_main_thread()
-        self._before: int | None = None  # what the board has shown before the wait
+        self._before: int | None = None  # the phase that the board showed before the wait
 
     def look(self, now: float) -> None:
         """Raise RankFailure if a rank has died; show the other ranks that this rank waits."""
@@ -138,16 +141,17 @@ def elastic_wait(start: float) -> ElasticWait | None:
 
 
 def board_of_main_thread() -> Any:
-    """Return `board` in the main thread, whose work the board shows, and None in other threads."""
+    """Return `board` in the main thread, and None in other threads, which the board ignores."""
     return board if threading.current_thread() is threading.main_thread() else None
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Show the other ranks of the node that this rank saves, for example, and may take long.
+    """In the ``with`` block, show the other ranks of the node that this rank may take long.
 
-    `name` is "save", "data", "evaluate" or "plan". In such a phase, a rank of an elastic group is
-    not evicted because it is late. Does nothing without a board, and in threads.
+    `name` is the phase: "save", "data", "evaluate" or "plan". In these phases, a rank is not
+    removed from an elastic group because it is late. Does nothing if there is no board, and in
+    other threads than the main thread.
     """
     if name not in PHASES[3:]:
         raise ConfigError(f"phase {shown(name)}; expected one of {', '.join(PHASES[3:])}")

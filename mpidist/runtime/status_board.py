@@ -2,9 +2,9 @@
 
 The board is one file with one record of fixed size per rank. A rank writes its own record with
 pwrite and reads all records with pread. If all ranks are on one host, the file lies in /dev/shm and
-never has a name (O_TMPFILE), so that no file is left behind, however and whenever the job ends. If
-the ranks are on several hosts, the file lies in a folder that all hosts share. Each read opens the
-file again, because a network file system shows new data only in a newly opened file.
+never has a name (O_TMPFILE). So no file is left behind, even if the job is killed. If the ranks are
+on several hosts, the file lies in a folder that all hosts share. Each read opens the file again,
+because a network file system shows new data only in a newly opened file.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The nodes of a job and their leaders, and a context manager for work to do once per node.
+"""The nodes of a job and their leaders, and a context manager for work that is done once per node.
 
     rank        0 1 2 3   4 5 6 7        8 ranks on 2 nodes
     node        0 0 0 0   1 1 1 1
     local rank  0 1 2 3   0 1 2 3        the leader of a node is its lowest rank: 0 and 4
 
 A node is a set of ranks that MPI reports as able to share memory. For tests and on laptops, the
-ranks of one machine can be divided into groups, each of which counts as a node. A "worker" or
-"server" is a role of one rank, never a machine.
+ranks of one machine can be divided into groups, and each group counts as a node. In mpidist, a
+"worker" or a "server" is one rank and not a machine.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Topology:
     local_rank, local_size : int
         The position of this rank on its node, and the number of ranks of that node.
     single_host : bool
-        Whether all ranks run on one machine, so that measurements say nothing about a network.
+        Whether all ranks run on one machine. If so, measurements say nothing about a network.
     intra_comm : MPI.Intracomm
         The ranks of this rank's node, in rank order.
     """
@@ -96,8 +96,8 @@ class Topology:
         self.nodes = len(self.leaders)
         self.node = self.node_of[self.rank]
         self.local_rank, self.local_size = self.intra_comm.rank, self.intra_comm.size
-        # Two machines may have the same host name, but MPI reports them as two nodes. With faked
-        # nodes, only the host names show which machine a rank is on.
+        # Two machines may have the same host name, but MPI reports them as two nodes. With
+        # simulated nodes (`ranks_per_node`), only the host names show on which machine a rank is.
         self.single_host = len(set(self.hosts)) == 1 and (self.faked or self.nodes == 1)
 
     def __repr__(self):
@@ -153,7 +153,8 @@ class _Inside(Topology):
     """The topology that mpidist itself uses on a communicator.
 
     If all ranks of an elastic group are on one node, `intra_comm` is the communicator of the
-    context, because Open MPI 5.0.11 may crash a rank that makes a communicator when another dies.
+    context, and no new communicator is made. Open MPI 5.0.11 may crash a rank that makes a
+    communicator while another rank dies.
     """
 
     _borrows = True
@@ -215,10 +216,10 @@ def _some(names: list[str]) -> str:
 
 @contextmanager
 def node_once(comm: MPI.Intracomm, *, ranks_per_node: int | None = None):
-    """Let one rank of each node do per-node work (download, unpack, compile) before the others.
+    """Let one rank per node do work such as a download before the other ranks of its node go on.
 
-    Collective over `comm`. The ``with`` statement gives True on the leader of each node, which runs
-    the body at once. The ``with`` statement gives False on the other ranks, which run the body
+    Collective over `comm`. On the leader of each node, the ``with`` statement gives True, and the
+    body runs at once. On the other ranks, the ``with`` statement gives False, and the body runs
     after all leaders have finished it. If a leader's body raises an exception, that leader raises
     the same exception. All other ranks raise an error that names that leader, its host and the
     cause. If the leader's exception is an error of mpidist, the other ranks' error has the same

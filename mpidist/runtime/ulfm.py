@@ -1,7 +1,7 @@
 """Detect that a rank has died, and make a smaller communicator of the living ranks (ULFM).
 
-ULFM (user-level failure mitigation) is the part of MPI with which a program can go on after a rank
-has died. Open MPI has it if the job was started by ``mpirun --with-ft ulfm``.
+ULFM (user-level failure mitigation) is the part of MPI with which a program can continue after a
+rank has died. Open MPI has it if the job was started by ``mpirun --with-ft ulfm``.
 
     a rank is killed --> a waiting rank probes `base` --> RankFailure
                      --> revoke all: every other rank leaves its call of MPI with an error, too
@@ -34,21 +34,24 @@ from .before_exit import READ_BY
 from .communicator import ElasticComm, elastic_comm, has_rank_of, shrunk
 from .failure import leave_with, survive
 
-#: A tag on which no rank sends, and the tag of the result that spares get.
+#: A tag with which no rank sends, and the tag of the result that is sent to the spares.
 _TAG, _RESULT = 9, 10
-#: Seconds between two looks of a spare, which takes about 1 % of a core.
+#: Seconds between two checks of a spare, a rank that waits to replace a dead rank. A waiting spare
+#: takes about 1 % of a core.
 _STAND_BY = 0.005
 #: Objects that MPI may still use after a death; they are never freed.
 _GRAVE: list = []
-#: Seconds within which MPI reports a death that the kernel has shown already, and one that a call
-#: of MPI has noticed. At a load of 24 per core, the second took more than 0.5 s.
+#: MPI reports a death within the first number of seconds if the kernel has shown the death already,
+#: and within the second number if a call of MPI has noticed it. With 24 processes per core, the
+#: latter took more than 0.5 s.
 _REPORT, _SOON = 5.0, 3.0
 _DEATH = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 
-#: A function of a rank's name that adds why the rank was ended, if a module knows that.
+#: A function that takes the name of a dead rank, and returns it with the reason why the rank was
+#: ended if a module knows the reason.
 why_gone: Callable[[str], str] = str
 
-#: The membership whose deaths this process notices; a process has at most one.
+#: The membership in which this process notices deaths; a process has at most one membership.
 current: Membership | None = None
 
 
@@ -74,7 +77,7 @@ def rank_failure(error: BaseException) -> RankFailure:
 
 
 def keep_alive(*objects) -> None:
-    """Keep objects for good that MPI may still use after a death."""
+    """Keep objects that MPI may still use after a death until the process ends."""
     if current is not None:
         _GRAVE.append(objects)
 
@@ -82,8 +85,8 @@ def keep_alive(*objects) -> None:
 def expect_death(seconds: float = _REPORT) -> None:
     """Raise RankFailure if MPI reports a death within `seconds`.
 
-    A rank calls this function when it finds something wrong that a death may explain. Does nothing
-    in a program that is not elastic.
+    A rank calls this function when it notices an error whose cause may be the death of a rank. Does
+    nothing in a program that is not elastic.
     """
     end = time.monotonic() + seconds
     while current is not None and time.monotonic() < end:
@@ -92,15 +95,15 @@ def expect_death(seconds: float = _REPORT) -> None:
 
 
 class Membership:
-    """The living ranks of an elastic group, from one death to the next.
+    """The living ranks of an elastic group, from one death of a rank to the next.
 
     Parameters
     ----------
     base : MPI.Intracomm
         A communicator of the living ranks, which this object owns.
     names : sequence of str
-        What error texts call each rank of `base`, such as ``rank 3 of 8 on n2``.
-    places : sequence of (int, str)
+        The name of each rank of `base` in error texts, such as ``rank 3 of 8 on n2``. places :
+    sequence of (int, str)
         The node of each rank: its number and its host.
     identity : int
         The number of the context of `comm`, equal on all ranks.
@@ -128,18 +131,19 @@ class Membership:
         self.cross: Any = None  # the `CrossMemory` of `comm`, if it is on one node
         self.children: list[MPI.Comm] = []
         self._settled: list[MPI.Comm] = [base]
-        self.kept: list = []  # what MPI may use until the communicators are freed
-        self._done = False  # the spares know that the group's work is done
+        self.kept: list = []  # objects that MPI may use until the communicators are freed
+        self._done = False  # whether the spares know that the group's work is done
         self._leave: int | None = None  # the code with which all active ranks exit
 
     def open(self) -> None:
-        """Make `comm`, and from now on notice deaths. Collective over `base`.
+        """Make `comm`, and from now on notice when a rank dies. Collective over `base`.
 
         The ranks also use `base` for the exit barrier of the job, so `base` has all living ranks.
         """
         global current
         current, polling.look = self, self.look
-        # The communicators of the context of `comm` are made now, for one meeting serves all three.
+        # The communicators of the context of `comm` are made now, because one agreement of the
+        # ranks is then enough for all three communicators.
         self.comm: Any = MPI.COMM_NULL
         made = []
         if all(self.active):
@@ -165,10 +169,11 @@ class Membership:
         return self.children[-1]
 
     def settle(self, around: MPI.Comm, *made):
-        """Wait until all ranks of `around` have made `made`; return its first. Collective, polled.
+        """Wait until all ranks of `around` have made `made`; return ``made[0]``. Collective.
 
-        Open MPI 5.0.11 crashes a rank that makes a communicator which another rank revokes already.
-        Therefore `end` leaves out communicators that are not settled.
+        Open MPI 5.0.11 crashes a rank that still makes a communicator when another rank revokes
+        this communicator. Therefore `end` does not revoke communicators for which `settle` has not
+        returned.
         """
         if around != MPI.COMM_NULL:  # a rank outside of a group takes no part
             request = around.Ibarrier()
@@ -190,7 +195,7 @@ class Membership:
             raise self.failure() from None
 
     def dead(self) -> list[int]:
-        """Return the ranks of `base` of which this rank knows that they are dead."""
+        """Return the ranks of `base` that are dead, as far as this rank knows."""
         failed, everyone = self.base.Get_failed(), self.base.Get_group()
         ranks = failed.Translate_ranks(range(failed.size), everyone)
         failed.Free()
@@ -230,10 +235,11 @@ class Membership:
     def shrink(
         self, agreed: bool = False, begin: Callable[[str], object] = lambda phase: None
     ) -> Membership:
-        """Return the membership of the living ranks, which is not open yet. Collective over them.
+        """Return a new membership of the living ranks, not open yet. Collective over living ranks.
 
-        This membership must have ended on this rank. `agreed` says that this rank has just agreed
-        with ranks in `all_here`. `begin` is called with the name of each phase, which may hang.
+        The method `end` of this membership must have been called on this rank. `agreed` says that
+        this rank has just agreed with the other ranks in `all_here`. `begin` is called with the
+        name of each phase of the work before the phase begins, because a phase may hang.
         """
         if not agreed:
             begin("MEET")
@@ -243,8 +249,8 @@ class Membership:
         here, there = base.Get_group(), self.base.Get_group()
         before = here.Translate_ranks(range(here.size), there)
         dead = MPI.Group.Difference(there, here)
-        # These are communicators that the program has made from other communicators than `comm`, or
-        # earlier.
+        # These are communicators that the program has made earlier, or from other communicators
+        # than `comm`.
         self._end_contexts(
             "a rank of this communicator has died", lambda comm: has_rank_of(comm, dead)
         )
@@ -261,22 +267,24 @@ class Membership:
         places = tuple(self.places[rank] for rank in before)
         active = [self.active[rank] for rank in before]
         while sum(active) < sum(self.active) and not all(active):
-            active[active.index(False)] = True  # the first spare steps in
+            active[active.index(False)] = True  # the first spare replaces a dead rank
         failure.elastic = living = Membership(base, names, places, self.identity + 1, active)
-        # With spares, the ranks of `comm` are not those of `base`, and cross memory is made anew.
+        # If there are spares, `comm` and `base` have different ranks, and cross memory is made
+        # again later.
         if all(self.active) and self.cross:
             living.cross = self.cross.without(before)
         self.cross = None
-        living._agree(GO_ON)  # now all ranks have made `base`, and it may be revoked
+        living._agree(GO_ON)  # now all ranks have made `base`, so it may be revoked
         return living
 
     def all_here(self, meet: Callable[[], object], done: bool = False) -> bool:
         """Wait for all ranks; return whether all of them are here and alive. Collective.
 
-        `meet` is a collective function of `comm`, in which a rank notices that others do something
-        else. All living ranks get the same answer. A rank that has noticed a death elsewhere does
-        not come here, but takes part in the same agreement in `shrink`. After a false answer all
-        ranks must call `end` and ``shrink(agreed=True)``. With `done`, the spares leave too.
+        `meet` is a collective function over `comm`, in which a rank notices if other ranks make
+        another call. All living ranks get the same answer. A rank that has noticed a death in
+        another call does not call `all_here`; its call of `shrink` takes part in the same
+        agreement. If the answer is false, all ranks must call `end` and ``shrink(agreed=True)``. If
+        `done` is true, the spares leave the job too.
         """
         try:
             meet()
@@ -289,13 +297,14 @@ class Membership:
     def give_result(self, result: bytes) -> None:
         """Send a short result to all spares, before they leave; called by one active rank."""
         for rank, active in enumerate(self.active):
-            if not active:  # so short that MPI sends it at once, whatever the spare does
+            if not active:  # MPI sends such a short message at once, whatever the spare does
                 keep_alive(result, self.base.Isend([result, MPI.BYTE], rank, _RESULT))
 
     def release(self) -> None:
         """Tell waiting spares to exit. Collective over `comm`, when its ranks exit.
 
-        If only some of them exit, and with a nonzero code, they wait for `LEAVE_TOGETHER` seconds.
+        If only some of the ranks exit, with a nonzero code, they wait for the others for
+        `LEAVE_TOGETHER` seconds.
         """
         patience = failure.LEAVE_TOGETHER if (code := failure.likely_exit_code()) else None
         if not (self._done or all(self.active) or self.comm == MPI.COMM_NULL):
@@ -305,7 +314,8 @@ class Membership:
     def stand_by(self) -> bytes | None:
         """Wait as a spare; return the result when the work is done, and None after a death.
 
-        After None, call `end` and ``shrink(agreed=True)``. If the others exit, this rank exits too.
+        If the result is None, the caller must call `end` and ``shrink(agreed=True)``. If the other
+        ranks exit, this rank exits too.
         """
         while True:
             well = self._agree(GO_ON | WELL | DONE | LEAVE | SPARE, _STAND_BY)
@@ -323,22 +333,22 @@ class Membership:
     def end_job(self, code: int, error: BaseException) -> bool:
         """End the job on all ranks; return whether this rank must print its error. Collective.
 
-        Raises TimeoutError if the other ranks do not come within seconds. They take part in
-        `shrink`, `all_here` or `agree_at_exit`, and leave the job there with exit code `code`. This
-        rank must then call `failure.leave_with`. One rank prints its error: the lowest that knows
-        the cause.
+        Raises TimeoutError if the other ranks do not take part within some seconds. The other ranks
+        take part by calling `shrink`, `all_here` or `agree_at_exit`, and leave the job there with
+        exit code `code`. This rank must then call `failure.leave_with`. The lowest rank that knows
+        the cause prints its error.
         """
         self.end("the job ends")
         self._meet(agreed_bits.ending(code), READ_BY)
         hearsay = getattr(error, "secondary", False)
-        # An exception of MPI mostly means that another rank has ended the job.
+        # An exception of MPI usually means that another rank has ended the job.
         unnamed = isinstance(error, MPI.Exception | RankFailure) and not getattr(error, "ranks", ())
         return self._last_meeting(2 if hearsay else int(unnamed))
 
     def agree_at_exit(self) -> str:
-        """Agree with the other ranks, one of which has died or ends the job. Collective.
+        """Agree with the other ranks at exit, when a rank has died or ends the job. Collective.
 
-        A rank calls this method if the exit barrier of the job was broken. If a rank ends the job,
+        A rank calls this method if the exit barrier of the job has failed. If a rank ends the job,
         this method does not return. If a rank has died, the lowest living rank gets the text that
         it must print, and the others get "".
         """
@@ -348,7 +358,7 @@ class Membership:
         return f"{self.failure()}, at the end" if self.base.rank == living[0] else ""
 
     def _last_meeting(self, turn: int) -> bool:
-        """Return whether this rank is the lowest of those with the smallest `turn`. Collective."""
+        """Return whether this rank is the lowest rank with the smallest `turn`. Collective."""
         base = shrunk(self.base)
         survive(base)
         mine = turn * base.size + base.rank
@@ -357,10 +367,10 @@ class Membership:
         return bool(first[0] == mine)
 
     def _agree(self, mine: int, pause: float = 0.0) -> bool:
-        """Return whether all ranks are well and none has died. Collective, uniform.
+        """Return whether all ranks are well and none has died; all get one answer. Collective.
 
-        If a rank ends the job by its own error, this function does not return. A rank that may wait
-        for long sleeps for `pause` seconds between its looks.
+        If a rank ends the job because of its own error, this function does not return. A rank that
+        may wait for a long time sleeps for `pause` seconds between two tests.
         """
         value, alive = self._meet(mine | agreed_bits.NO_CODE, pause=pause)
         self._obey(value)
@@ -369,7 +379,7 @@ class Membership:
         return alive and bool(value & WELL)
 
     def _obey(self, value: int) -> None:
-        """Leave the job if a rank ends it, according to the bits that `_meet` has returned."""
+        """Leave the job if the bits that `_meet` has returned say that a rank ends the job."""
         if (code := agreed_bits.end_code(value)) is not None:
             self.end("the job ends")
             self._last_meeting(3)
@@ -389,7 +399,7 @@ class Membership:
                 raise TimeoutError
 
         value = np.array([mine], np.intc)
-        look, polling.look = polling.look, None  # a death does not break an agreement off
+        look, polling.look = polling.look, None  # a death must not interrupt an agreement
         request, alive = self.base.Iagree(value), True
         try:
             began = time.monotonic()

@@ -1,35 +1,38 @@
 """The bits on which the living ranks of an elastic group agree, see `ulfm.Membership`.
 
-Each rank gives an integer, and MPI combines them by "and". So the result has a bit only if all
-ranks have given it. An exit code of 8 bits stands above the other bits.
+Each rank passes an integer, and MPI combines the integers of all ranks by a bitwise "and". So a bit
+of the result is 1 only if the bit is 1 on all ranks. The 8 bits above the other bits are an exit
+code.
 """
 
 from __future__ import annotations
 
-#: All are well, the job goes on, the work is done, all exit, all are spares.
+#: The meaning of each bit if it is 1 on all ranks: all ranks are well, the job continues, the work
+#: is done, all ranks exit, all ranks are spares.
 WELL, GO_ON, DONE, LEAVE, SPARE = 1, 2, 4, 8, 16
 _CODE = 8
-#: The code bits of a rank that has no exit code to tell.
+#: The bits of the exit code on a rank that has no exit code.
 NO_CODE = 0xFF << _CODE
 
 
 def ending(code: int) -> int:
-    """Return the bits of a rank that ends the job by an error with this exit code."""
+    """Return the bits of a rank that ends the job with exit code `code` because of an error."""
     return code << _CODE
 
 
 def exiting(code: int) -> int:
-    """Return the bits of a rank that exits with this code, for the spares."""
-    # The opposite, because the result must be 0 only if all ranks exit with 0.
+    """Return the bits of a rank that exits with `code`, from which spares learn this code."""
+    # The bits of the code are inverted, because the spares must get code 0 only if all ranks exit
+    # with code 0.
     return GO_ON | LEAVE | (NO_CODE ^ code << _CODE)
 
 
 def end_code(value: int) -> int | None:
-    """Return the exit code with which the job ends, or None if it goes on."""
+    """Return the exit code with which the job ends, or None if the job continues."""
     return None if value & GO_ON else value >> _CODE or 1
 
 
 def leave_code(value: int) -> int | None:
-    """Return the code with which spares exit, or None if they do not."""
+    """Return the code with which the spares exit, or None if they do not exit."""
     leave = value & LEAVE and not value & SPARE
     return (NO_CODE & ~value) >> _CODE if leave else None

@@ -1,15 +1,15 @@
 """The guard of public functions: it admits one thread at a time, and sends exceptions to all ranks.
 
     with context.call("broadcast"):     raises ProtocolError if another thread is in a call
-        check all arguments             an exception here stands in place of the operation: the
-                                        ranks that are in the operation get an error
-        begin ... wait ... deliver      an exception here breaks the operation off on all ranks
+        check all arguments             an exception here is sent to the other ranks; ranks that are
+                                        already in the operation raise an error
+        begin ... wait ... deliver      an exception here ends the operation on all ranks
 
 The modules `native` and `node_short` guard short allreduce calls in the same way, but without a
-``with`` block, to save time. `Context.stopped` is true while a call of a public function is under
-way, and after a failure. Even without the guard, every operation would read `Context.stopped`, so
-the guard's check takes no additional time. If `Context.stopped` is true, `Context.check_free` finds
-out why.
+``with`` block, to save time. `Context.stopped` is true while a call of a public function is
+running, and after a failure. Even without the guard, every operation would read `Context.stopped`,
+so the guard's check takes no additional time. If `Context.stopped` is true, `Context.check_free`
+finds the reason.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Call:
 
 
 def mark_told(error: BaseException, context, *, for_now: bool = False) -> None:
-    """Record that `error` need not be sent to the other ranks of `context`.
+    """Record that the other ranks of `context` already know `error`, so it need not be sent.
 
     If `for_now` is true, the record is valid only until the next operation: an exception that is
     raised again in the next operation is sent again. `context` is None if the communicator has no
@@ -77,18 +77,18 @@ def was_told(error: BaseException, context) -> bool:
 
 
 def refusal(kind: str, context=None) -> ProtocolError:
-    """Return the error for a call of a public function while another such call is under way."""
+    """Return the error for a call of a public function while another such call is running."""
     error = ProtocolError(
         f"{kind}: another call on this communicator is under way, in another thread or in code "
         "that a signal interrupted; use one thread at a time, or a communicator for each "
         "(comm.Dup())"
     )
-    mark_told(error, context)  # only this rank raises it: the other call goes on
+    mark_told(error, context)  # only this rank raises the error, and the other call continues
     return error
 
 
 def wrong_thread(kind: str, context) -> ProtocolError:
-    """Return the error of a call in a thread that must not call MPI."""
+    """Return the error for a call that was made in a thread that must not call MPI."""
     error = ProtocolError(
         f"{kind}: called in thread {threading.current_thread().name!r}, but this MPI was started "
         "for one thread only; call it in the thread that initialised MPI, or leave "

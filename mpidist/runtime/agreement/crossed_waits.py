@@ -3,14 +3,15 @@
     rank 0   allreduce(a) ...... waits for rank 1
     rank 1   allreduce(b) ...... waits for rank 0       or in the first call on a new communicator
 
-On each single communicator, one rank waits and the other seems only late, so the status messages of
-one communicator show no error. Therefore a waiting rank A also reads the status messages of its
-other communicators. If a rank B waits for A on one communicator while A waits on another, A tells B
-in which operation of which communicator A waits. If B has not begun the operation in which A waits,
-neither A nor B can go on, and B sends an error to all ranks.
+On each of the two communicators, one rank waits and the other rank seems only late, so the status
+messages of a single communicator show no error. Therefore a waiting rank A also reads the status
+messages on its other communicators. If a rank B waits for A on one communicator while A waits on
+another, A sends B a message that says in which operation of which communicator A waits. If B has
+not begun the operation in which A waits, neither A nor B can continue, and B sends an error to all
+ranks.
 
-If communicators share ranks, MPI requires that these ranks call their collectives in one order,
-even if one of the collectives does not wait for other ranks.
+If two communicators share several ranks, MPI requires that these ranks call the collectives of both
+communicators in the same order, even if one of the collectives does not wait for other ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def look(comm: MPI.Comm, context=None, number: int = 0) -> None:
     place, here = None, (comm, number)
     for other in tuple(open_contexts):
         if other is context or other.thread != threading.get_ident():
-            continue  # another thread uses this communicator, and may go on meanwhile
+            continue  # another thread uses this communicator, and may continue meanwhile
         statuses = other.statuses
         if other.failed or not statuses.quiet.acquire(blocking=False):
             continue
@@ -47,8 +48,8 @@ def look(comm: MPI.Comm, context=None, number: int = 0) -> None:
                 statuses.say_elsewhere(status, place if needed else "")
                 statuses.told_place = here
         except MismatchError as error:
-            # If this rank has not told others where it waits now, the verdict (an error text for
-            # all ranks) is about an earlier wait.
+            # If this rank has not yet told other ranks in which operation it waits now, the verdict
+            # (an error text for all ranks) is about an earlier wait.
             if statuses.crossed and statuses.told_place == here:
                 crossed = MismatchError(str(error))
                 crossed.crossed = True
@@ -74,7 +75,7 @@ def crossing(context, number: int, status: Status) -> str | None:
     """Return the error text if this rank and the sender of `status` wait for each other.
 
     This rank waits in operation `number` of `context`. `status` says in which operation of which
-    communicator the sender waits. Returns None if both ranks can go on.
+    communicator the sender waits. Returns None if one of them can continue.
     """
     if status.state != ELSEWHERE or status.sequence != number:
         return None

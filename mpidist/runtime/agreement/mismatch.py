@@ -19,16 +19,16 @@ _TEXT_BYTES = 360
 _HEAD = struct.Struct("<qqq")
 
 #: The values of the field `state` of a `Status`. WAITING: the rank waits in an operation, or has
-#: raised in its place. LEFT: the rank has left the communicator. VERDICT: the text is an error for
-#: all ranks. ROLL_CALL: the rank asks all ranks for their status. BROKEN: the text is an error for
-#: all ranks, because one rank broke an operation off. ELSEWHERE: the rank waits on another
-#: communicator. CROSSED: the text is an error for all ranks, because two ranks wait for each other
-#: on two communicators.
+#: raised an exception instead of beginning the operation. LEFT: the rank has left the communicator.
+#: VERDICT: the text is an error for all ranks. ROLL_CALL: the rank asks all ranks for their status.
+#: BROKEN: the text is an error for all ranks, because one rank has ended an operation by an
+#: exception. ELSEWHERE: the rank waits on another communicator. CROSSED: the text is an error for
+#: all ranks, because two ranks wait for each other on two communicators.
 WAITING, LEFT, VERDICT, ROLL_CALL, BROKEN, ELSEWHERE, CROSSED = range(7)
 
 #: Before an operation, all ranks reduce a ballot: a key, its negative, and at most FACTS numbers.
-#: Every ballot has the same length: ranks that begin different operations meet in the same
-#: reduction, and MPI requires equal lengths in a reduction.
+#: Every ballot has the same length, because ranks that begin different operations take part in the
+#: same reduction, and MPI requires equal lengths in a reduction.
 FACTS = 5
 BALLOT = 2 + FACTS
 
@@ -124,8 +124,8 @@ def rank_list(ranks: Iterable[int]) -> str:
 def conflict(statuses: Iterable[Status]) -> str | None:
     """Return an error text if `statuses` show different operations with the same number, else None.
 
-    The text groups the ranks by operation and names the smallest group first, because most often
-    that group is wrong.
+    The text groups the ranks by operation. The smallest group comes first, because this group is
+    most often the wrong one.
     """
     statuses = list(statuses)
     here = [s for s in statuses if s.state == WAITING]

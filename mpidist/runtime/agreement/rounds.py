@@ -24,8 +24,8 @@ from .mismatch import Signature, digest_number
 #: length, and one round of messages suffices. Otherwise the ranks send the lengths in a first round
 #: and the data in a second one.
 _PADDED = 1 << 20
-#: Bytes of the first message of an answer. This message has the length of the answer, and as many
-#: bytes of the answer as fit.
+#: Bytes of the first message of an answer. This message contains the length of the answer, and as
+#: many bytes of the answer as fit.
 ROOM = 1024
 #: A rank sends this text in place of data that do not fit in the message. No pickle begins with
 #: these bytes.
@@ -192,7 +192,7 @@ class Private:
         return any(failed), len(set(texts)) > 1, max(numbers)
 
     def without_agreement(self, *_) -> None:
-        """Return None: with the caller's function `exchange`, ranks must always call `begin`."""
+        """Return None: with the caller's function `exchange`, all ranks must call `begin`."""
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return the data of all ranks, which `begin` has already received."""

@@ -8,10 +8,10 @@
     rank 0       decide([...])
     every rank   <-- bcast, scatter --   the answer, or one error for all
 
-No rank is left alone in a collective call, because no code between two collective calls may raise.
-Exceptions are therefore also caught while results are pickled and error texts are composed. A
-waiting rank polls, and so notices if another rank is in another operation; both then raise
-`MismatchError`.
+No code between two collective calls may raise an exception, because then the other ranks would wait
+for this rank in the next collective call. Therefore exceptions are also caught while results are
+pickled and error texts are composed. A waiting rank polls, and so notices if another rank is in
+another operation; both ranks then raise `MismatchError`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .rounds import LONGEST, ROOM, Polled, Private
 
 
 class Failure(NamedTuple):
-    """The exception of one rank in strings, because not every exception can be pickled.
+    """A description of one rank's exception by strings; not every exception can be pickled.
 
     `kind` is ``module:class``, and `text` is one line. `secondary` is true for an exception that
     only reports another rank's exception.
@@ -56,7 +56,7 @@ def run_on_all(
     agreed: int | None = None,
     room: int = ROOM,
 ):
-    """Run `local` on all ranks; if it fails on one rank, all ranks raise. Collective over `comm`.
+    """Run `local` on all ranks; if one rank fails, all raise an error. Collective over `comm`.
 
     Ranks exchange only small Python objects, never arrays. If no rank fails and the caller passes
     no function `decide`, the cost is one small allreduce.
@@ -77,9 +77,9 @@ def run_on_all(
         ranks. If `exchange` is given, `run_on_all` uses only ``comm.rank`` and ``comm.size``, and
         sends nothing on `comm` itself.
     fault : callable, optional
-        A function that takes an exception of `local` or `decide` and returns the error class that
-        all ranks raise for it. `fault` is not called for errors of mpidist. By default the failing
-        rank raises its own exception.
+        A function that takes an exception of `local` or `decide`, and returns the class of the
+        error that all ranks raise instead. `fault` is not called for errors of mpidist. By default
+        the failing rank raises its own exception.
     if_differs : bool
         Call `decide` only if the results differ between ranks. The comparison needs no additional
         message.
@@ -87,10 +87,11 @@ def run_on_all(
         A function that rank 0 calls after `local`. `number` returns an integer >= 0, which all
         ranks receive without an additional message.
     agreed : int, optional
-        A number of bytes, given if all ranks are known to make this call, because they have agreed
-        on the same public call already. If `agreed` is given, the ranks skip the agreement, and
-        each rank sends its result in a message of `agreed` bytes. If a result is longer, the ranks
-        begin again with the agreement. All ranks pass the same `agreed`.
+        A number of bytes. The caller may pass `agreed` only if all ranks are known to make this
+        call, because they have already agreed on the same public call. If `agreed` is given, the
+        ranks skip the agreement, and each rank sends its result in a message of `agreed` bytes. If
+        a result is longer, the ranks begin again with the agreement. All ranks pass the same
+        `agreed`.
     room : int
         The number of bytes in the first message of an answer. All ranks pass the same `room`.
 
@@ -146,8 +147,8 @@ def run_on_all(
             failure, value = _unpack(answer)
     if failure is None:
         return (value, largest) if number else value
-    # The error is raised outside the ``with`` block, whose guard would send it to the other ranks.
-    # All ranks have the error already, so the communicator stays usable.
+    # The error is raised outside the ``with`` block, because the guard of the block would send the
+    # error to the other ranks. All ranks have the error already, so the communicator stays usable.
     cause = own[0] if own else None
     own.clear()
     try:
@@ -156,7 +157,7 @@ def run_on_all(
             raise cause
         raise _rebuilt(failure, cause) from cause
     finally:
-        del cause  # the traceback of `cause` refers to this frame, a cycle
+        del cause  # this breaks a cycle: the traceback of `cause` refers to this frame
 
 
 def same_on_all(
@@ -170,7 +171,7 @@ def same_on_all(
 ):
     """Check that the arguments in the dict that `local` returns are equal on all ranks.
 
-    Collective over `comm`; it takes one small allreduce if all arguments are equal. Returns the
+    Collective over `comm`. If all arguments are equal, the cost is one small allreduce. Returns the
     arguments of this rank. Arguments are compared by their ``repr``, so they should be numbers and
     texts, not arrays. Raises the same errors as `run_on_all`. Raises MismatchError on all ranks if
     an argument differs; the error text has the argument's name, its values and the ranks. If the
@@ -219,7 +220,7 @@ def difference(everyone: Sequence[Mapping[str, str]]) -> str | None:
 def failure_of(
     error: BaseException, fault: Callable[[Exception], type[MpidistError]] | None = None
 ) -> Failure:
-    """Return the description of an error. Never raises, even if the error's own methods do."""
+    """Return the description of an error. Never raises, even if methods of `error` raise."""
     ours = isinstance(error, MpidistError)
     text = described(error, LONGEST, named=not ours)
     kind: type = type(error) if ours else MpidistError
@@ -299,7 +300,7 @@ def _rebuilt(failure: Failure, cause: BaseException | None) -> MpidistError:
         Exception.__init__(error, failure.text)
     if isinstance(cause, kind):
         error.__dict__.update(cause.__dict__)
-    error.everywhere = True  # a rank that knows the cause prints it
+    error.everywhere = True  # a rank that knows the cause prints the error
     knows = cause is not None and not getattr(cause, "secondary", False)
     error.secondary = failure.secondary and not knows
     return error

@@ -3,10 +3,10 @@
 After a moment of waiting, a rank sends its neighbours the number and the signature (description) of
 its operation, its host, and the line of the user's program. The neighbours of rank r are the ranks
 r + 1, r - 1, r + 2, r - 2, r + 4, r - 4, ... modulo the number of ranks. Each of p ranks thus sends
-about 2 log2 p messages. If each rank that receives a message passes it on once, the message reaches
-all ranks that poll, even if some other ranks do not:
+about 2 log2 p messages. If each rank that receives a message sends the message to its own
+neighbours once, the message reaches all ranks that poll, even if some other ranks do not poll:
 
-    two neighbours are in different operations  the rank that sees it asks all ranks (ROLL_CALL)
+    two neighbours are in different operations  the rank that notices asks all ranks (ROLL_CALL)
     all have answered, or a moment is over      that rank sends one error text to all (VERDICT)
     each rank that waits or begins to wait      raises MismatchError with that text
 
@@ -40,9 +40,9 @@ from .mismatch import WAITING, Status, conflict, encode_signature, raised
 HISTORY = 256
 _TAG = 1
 
-#: Seconds that ranks have to answer a roll call, so that the error text can name them all.
+#: Seconds that ranks have to answer a roll call, so that the error text can name all ranks.
 ROLL_CALL_SECONDS = 1.5
-#: Seconds that ranks have to answer when the data have shown that the ranks disagree.
+#: Seconds that ranks have to answer when received data have shown that the ranks disagree.
 _DISAGREE_SECONDS = 2.0
 
 
@@ -57,7 +57,8 @@ def neighbours(rank: int, size: int) -> list[int]:
 class Statuses:
     """The statuses that one context has sent and received.
 
-    `awaited` is the number of the operation that this rank waits for; None means the newest.
+    `awaited` is the number of the operation for which this rank waits; None means the newest
+    operation.
     """
 
     def __init__(self, context):
@@ -97,8 +98,8 @@ class Statuses:
             events.emit("waiting", sequence=current, seconds=round(waited, 2))
             self._tell(self._status(WAITING), self.neighbours)
         elif waited >= self._next and not polling.unreachable:
-            # MPI cannot connect two ranks now that have not sent to each other before: it would
-            # wait in Isend, or end the job.
+            # While a host cannot be reached (`polling.unreachable`), nothing is sent to new ranks:
+            # to connect to them, MPI would wait in Isend, or end the job.
             self._next = waited + 1.0
             self._tell(self._status(WAITING), self._further())
         with self.quiet:
@@ -158,10 +159,10 @@ class Statuses:
     def fail(self, text: str, state: int = mismatch.VERDICT) -> None:
         """Mark the communicator as failed, send `text` to all ranks, and raise MismatchError.
 
-        The state ``BROKEN`` tells the receivers that another rank has raised an exception and knows
-        the cause.
+        The state ``BROKEN`` tells the receivers that another rank has raised an exception, and
+        knows the cause.
         """
-        ulfm.expect_death()  # a death may be why the ranks are in different operations
+        ulfm.expect_death()  # perhaps the ranks differ because a rank has died
         self.found, self.crossed = True, state == mismatch.CROSSED
         self.sentence(text, state)
         error = MismatchError(text)
@@ -276,7 +277,8 @@ class Statuses:
             if len(self._known) < self.context.size - 1:
                 self._call_the_roll()
             self._asked = waited
-        # Give the ranks that have not answered yet a moment, so that the text names all ranks.
+        # The ranks that have not answered yet get a moment to answer, so that the text names all
+        # ranks.
         if len(self._known) < self.context.size - 1 and waited < self._asked + ROLL_CALL_SECONDS:
             return
         self._disagreeing(found, "the ranks disagree")
@@ -314,8 +316,8 @@ class Statuses:
         """Tell the ranks that wait for this rank that this rank has left the communicator.
 
         Raises MismatchError if another rank has left the communicator after a different number of
-        operations. No rank may have noticed the difference before: if only some ranks call an
-        operation such as a broadcast, it is possible that no rank has to wait in it.
+        operations. Perhaps no rank has noticed the difference before: if only some ranks call an
+        operation such as a broadcast, it is possible that no rank has to wait in the operation.
         """
         self.listen()
         mine = self.context.sequence
@@ -332,7 +334,7 @@ class Statuses:
                 self._tell(self._left(), [other.rank])
 
     def take_the_rest(self) -> None:
-        """Receive the statuses that are under way, and free the buffers of completed sends."""
+        """Receive the statuses that have been sent, and free the buffers of completed sends."""
         self.closing = True
         self.listen()
         self._outbox = [pair for pair in self._outbox if not pair[0].Test()]

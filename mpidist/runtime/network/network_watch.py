@@ -4,12 +4,13 @@
              (train.py:31); is a host or the network down?
     mpidist: rank 1 of 4 on n2 gets answers from n3 again after 32 s, and goes on
 
-A rank that waits for long cannot know the reason: the other rank may still compute, or the network
-may be down. The kernel knows more: if the network is down, the kernel keeps sending data that the
-other host does not acknowledge. A host acknowledges data even if its processes are busy or stopped.
-So a thread of each rank asks the kernel once a second about the connections of the process. The
-thread calls no function of MPI, so it works even while its rank is in a blocking MPI call. The
-thread uses at most 0.2 % of a core, and the main thread works for it only in long waits.
+A rank that waits for a long time cannot know the reason: the other rank may still compute, or the
+network may be down. But the kernel can tell the two cases apart: if the network is down, the kernel
+keeps sending data that the other host does not acknowledge. A host acknowledges data even if its
+processes are busy or stopped. So a thread of each rank asks the kernel once a second about the
+connections of the process. The thread calls no function of MPI, so it works even while its rank is
+in a blocking MPI call. The thread uses at most 0.2 % of a core. The main thread does additional
+work for it only in long waits.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from .. import polling
 from ..communicator import public_call
 from .tcp_backoff import Connections, Stalled, has_route
 
-#: Seconds without an answer after which a rank tells the user.
+#: After this many seconds without an answer, a rank tells the user.
 PATIENCE = 3.0
-#: Seconds between two looks, and between two looks while a connection gets no answer. A process
-#: with many connections looks less often, so that it spends at most 0.2 % of its time on looks.
+#: Seconds between two checks of the connections: normally, and while a connection gets no answer. A
+#: process with many connections checks less often, so that it spends at most 0.2 % of its time on
+#: checks.
 _LOOK, _SOON, _SHARE = 1.0, 0.25, 0.002
 
 _started = threading.Lock()
@@ -56,10 +58,10 @@ class NetworkWatch:
         self.name, self.connections = name, connections
         self._away: dict[int, tuple[Stalled, float]] = {}  # inode -> connection, since when
         self._names: dict[str, str] = {}
-        self._since: float | None = None  # of the first connection without an answer
+        self._since: float | None = None  # since when the first connection has had no answer
         self._lost = False
         self._told: _Telling | None = None
-        self._place: tuple = ()  # the instruction of the main thread, and since when
+        self._place: tuple = ()  # the instruction that the main thread runs
         self._moved = 0.0
 
     def run(self) -> None:
@@ -68,7 +70,7 @@ class NetworkWatch:
         while True:
             time.sleep(pause)
             start = time.thread_time()
-            with contextlib.suppress(OSError, RuntimeError):  # such as no file left: look later
+            with contextlib.suppress(OSError, RuntimeError):  # such as too many open files
                 self.look(time.monotonic())
             spent = time.thread_time() - start
             pause = max(_SOON if self._away else _LOOK, spent / _SHARE)
@@ -89,7 +91,7 @@ class NetworkWatch:
                     _aside(self._find_name, one.host)
         for inode in self._away.keys() - {one.inode for one in stalled}:
             one, _ = self._away[inode]
-            if has_route(one.host):  # without a link, nothing need be sent to know that it is away
+            if has_route(one.host):  # without a route, the host is still away
                 del self._away[inode]
                 self._lost = self._lost or not self.connections.answers(one)
         polling.unreachable = bool(self._away)
@@ -105,7 +107,7 @@ class NetworkWatch:
             self._since, self._told, self._lost = None, None, False
 
     def _waits(self, now: float) -> bool:
-        """Return whether the rank waits: it polls, or has not moved for a second."""
+        """Return whether the rank waits: it polls, or is at one instruction for a second."""
         frame = _main_frame()
         place = id(frame), frame and frame.f_lasti
         if place != self._place:
@@ -123,15 +125,17 @@ class NetworkWatch:
 
 
 class _Telling:
-    """The reports of one process about one interruption, in which some hosts did not answer.
+    """The reports of one process about one period in which some hosts did not answer.
 
-    Only one rank of each node prints them. Ranks are on one node if one daemon has started them.
+    Only one rank of each node prints these reports. Ranks are on one node if the same daemon has
+    started them.
     """
 
     def __init__(self, name: str, hosts: list[str], route: bool):
         self.name, self.hosts, self.route = name, hosts, route
         self.doing = public_call(_main_frame())
-        # The name of a socket belongs to one process of a host, and is free when the process ends.
+        # Only one process of a host can have the name of a socket, so only the process that gets
+        # the name prints. The name is free again when the process ends.
         self._first = socket.socket(socket.AF_UNIX)
         self._speaks = bool(events.VERBOSITY)
         try:
@@ -142,14 +146,15 @@ class _Telling:
     def begin(self, seconds: float) -> None:
         """Report that hosts do not answer."""
         self._emit("network_away", seconds)
-        # Without a route, a line would not reach the launcher, but would make the launcher's daemon
-        # send in vain, so that it would be late when the network is back.
+        # If there is no route, a line would not reach the launcher. The launcher's daemon would try
+        # to send the line in vain, and because of these attempts it would be late when the network
+        # is back.
         if self.route:
             self._say(f"has had no answer from {_few(self.hosts)} for {seconds:.0f} s{self.doing}; "
                       "is a host or the network down?")  # fmt: skip
 
     def end(self, seconds: float, lost: bool) -> None:
-        """Report that the hosts answer again; if `lost`, only log that connections are lost."""
+        """Report that the hosts answer again; if `lost`, only log that the connections are lost."""
         self._first.close()
         self._emit("network_lost" if lost else "network_back", seconds)
         if lost:
@@ -175,7 +180,7 @@ def _main_frame():
 
 
 def _aside(call: Callable, *arguments) -> None:
-    """Call a function that may wait for the network, such as a name server or a file system."""
+    """Call, in a thread, a function that may wait for a name server or a network file system."""
     threading.Thread(target=call, args=arguments, name="mpidist-network-line", daemon=True).start()
 
 

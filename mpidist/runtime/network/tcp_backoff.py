@@ -1,15 +1,17 @@
-"""Find TCP connections whose data nobody acknowledges, and make TCP send again every second.
+"""Find TCP connections that get no answer, and make TCP send again every second.
 
-    link away       TCP sends again after 0.2 0.4 0.8 1.6 3.2 6.4 12.8 25.6 51.2 ... s
-    link is back    nothing happens before the next of these times, up to as long as it was away
-    shortened       TCP sends again after 0.2 0.4 0.8 1.6 1 1 1 1 ... s
+    network down    TCP sends again after 0.2 0.4 0.8 1.6 3.2 6.4 12.8 25.6 51.2 ... s
+    network is up   TCP sends only at the next of these times, perhaps after a long pause
+    with this       TCP sends again after 0.2 0.4 0.8 1.6 1 1 1 1 ... s
 
-On a connection that only receives, TCP sends nothing, so it does not notice that the network is
-away. While a rank waits, TCP asks the other side a few times (keepalive).
+On a connection that only receives, TCP sends nothing, so TCP does not notice that the network is
+down. While a rank waits, this module therefore makes TCP send a few questions to the other side
+(keepalive).
 
-Only connections to other hosts are changed, while they get no answer, or are idle in a long wait.
-They may also belong to the user's program, which does no harm: TCP sends some packets
-more, gives up after the same time as before, and then gets its old settings back.
+This module changes the settings of connections to other hosts only, and only while they get no
+answer or are idle in a long wait. Some of these connections may belong to the user's program. This
+does no harm: TCP sends a few more packets, gives up after the same time as before, and gets its old
+settings back afterwards.
 """
 
 from __future__ import annotations
@@ -38,19 +40,21 @@ from socket import (
 )
 from typing import NamedTuple
 
-#: The longest pause of TCP, in milliseconds; Linux allows no shorter one.
+#: The longest pause before TCP sends again, in milliseconds. Linux does not allow a smaller value.
 PAUSE = 1000
-#: An option of Linux 6.15 and newer, in milliseconds.
+#: The number of the socket option TCP_RTO_MAX_MS (the longest pause in milliseconds), which Linux
+#: 6.15 and newer have.
 RTO_MAX = getattr(socket, "TCP_RTO_MAX_MS", 44)
-#: At most so many connections of a process are asked.
+#: On at most this many idle connections of a process, TCP is made to send questions.
 _MOST = 32
-#: So many questions without an answer are few: see `_asking`.
+#: Limits for the number of questions without an answer: fewer than the first number are few, and
+#: the second number is enough (see `_look`).
 _FEW, _ENOUGH = 3, 10
-#: The shortest pause of TCP in Linux, in milliseconds.
+#: The shortest pause before TCP in Linux sends again, in milliseconds.
 _RTO_MIN = 200
-#: The states of a connection that is made, and of one that is being made.
+#: The states of an established connection, and of a connection that is being established.
 _ESTABLISHED, _CONNECTING = 1, 2
-#: All connections of this host, in a format of its own.
+#: The file in which the kernel lists all connections of this host.
 _TABLE = "/proc/self/net/tcp"
 _RETRIES = Path("/proc/sys/net/ipv4/tcp_retries2")
 
@@ -58,14 +62,14 @@ _GIVE_UP, _LONGEST = (IPPROTO_TCP, TCP_USER_TIMEOUT), (IPPROTO_TCP, RTO_MAX)
 _COUNT, _PAUSE = (IPPROTO_TCP, TCP_KEEPCNT), (IPPROTO_TCP, TCP_KEEPINTVL)
 _FIRST, _ASK = (IPPROTO_TCP, TCP_KEEPIDLE), (SOL_SOCKET, SO_KEEPALIVE)
 _BEGIN = (IPPROTO_TCP, TCP_SYNCNT)
-#: The options that are changed, in the order in which they are set; they are set back from the
-#: last to the first.
+#: The options that are changed, in the order in which they are set. They are restored in the
+#: reverse order.
 _OPTIONS = (_GIVE_UP, _BEGIN, _LONGEST, _COUNT, _PAUSE, _FIRST, _ASK)
 Values = dict[tuple[int, int], int]
 
 
 class Stalled(NamedTuple):
-    """A connection that gets no answer: its file, the other host, and how often TCP has tried."""
+    """A connection without an answer: its file, the other host, and the number of tries of TCP."""
 
     fd: int
     inode: int
@@ -74,14 +78,14 @@ class Stalled(NamedTuple):
 
 
 def is_other_host(mine: str, theirs: str) -> bool:
-    """Return whether a connection between two addresses leads to another host."""
+    """Return whether the address `theirs` belongs to another host than `mine`."""
     there = ipaddress.ip_address(theirs)
     there = getattr(there, "ipv4_mapped", None) or there
     return mine != theirs and not there.is_loopback
 
 
 def patience(retries: int, longest: int) -> int:
-    """Return after how many milliseconds Linux has made all `retries` and gives up a connection.
+    """Return after how many milliseconds and `retries` tries Linux gives up a connection.
 
     The pauses begin with 200 ms and double up to `longest` milliseconds.
     """
@@ -128,7 +132,7 @@ class Connections:
             if not is_other_host(mine, theirs):
                 return None
             if not (route := has_route(theirs)):
-                tcp = tcp._replace(tries=max(tcp.tries, 1))  # TCP need not send to know it
+                tcp = tcp._replace(tries=max(tcp.tries, 1))  # without a route there is no answer
             changed = inode in self._before
             old = self._before[inode][1] if changed else _values(connection)
             wanted = {}
@@ -144,8 +148,9 @@ class Connections:
                 self._before[inode] = fd, old
                 _set(connection, {**old, **wanted})
             if connection.getsockopt(IPPROTO_TCP, TCP_NODELAY):
-                # What could not leave this host is sent now, if it can. TCP itself would try as
-                # seldom as it sends again, and may not try more often: it gives up after 15 times.
+                # Setting TCP_NODELAY again makes TCP send, if possible, the data that could not
+                # leave this host before. TCP itself would try this only at its long pauses, and its
+                # pauses must not become shorter here, because TCP gives up after 15 tries.
                 connection.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
         return Stalled(fd, inode, theirs, tcp.tries)
 
@@ -157,12 +162,14 @@ class Connections:
 def _short(state: int, old: Values, round_trip: int) -> Values:
     """Return the settings with which TCP sends again every second; {} before Linux 6.15.
 
-    By default Linux gives up after a number of tries. With short pauses, this would be after 14 s
-    instead of 15 minutes. So a time to give up (TCP_USER_TIMEOUT) is set as well. It would also end
-    a connection whose other side is only busy and reads nothing, and is therefore set only while
-    there is no answer. A new connection is tried for 127 s, as Linux does.
+    By default Linux gives up after a number of tries. With short pauses, Linux would give up after
+    14 s instead of 15 minutes. So the time after which Linux gives up (TCP_USER_TIMEOUT) is set as
+    well. This time limit would also end a connection whose other side is only busy and reads
+    nothing. It is therefore set only while there is no answer. TCP tries to establish a new
+    connection for 127 s, as Linux does by default.
     """
-    # TCP must not send again before an answer can be here: a far host may need seconds.
+    # TCP must not send again before an answer can have arrived; an answer of a distant host may
+    # take seconds.
     pause = max(PAUSE, 4 * round_trip)
     if old.get(_LONGEST, 0) <= pause:
         return {}
@@ -173,19 +180,20 @@ def _short(state: int, old: Values, round_trip: int) -> Values:
 
 
 def _asking(probes: int) -> Values:
-    """Return the settings with which TCP asks an idle other side, and never gives up for that.
+    """Return settings with which TCP asks an idle other side, but never gives up because of it.
 
-    TCP asks every second, and less often as long as there is no answer. After more than 15
-    questions without an answer, Linux would give up at the next send that cannot leave the host.
+    TCP asks every second at first, and then less and less often as long as there is no answer.
+    After more than 15 questions without an answer, Linux would give up the connection as soon as a
+    message cannot leave the host.
     """
-    pause = 1 << min(max(probes - 3, 0), 14)  # Linux allows no longer one than 32,767 s
+    pause = 1 << min(max(probes - 3, 0), 14)  # Linux allows at most 32,767 s
     return {_COUNT: 127, _PAUSE: pause, _FIRST: 1, _ASK: 1}
 
 
 def has_route(host: str) -> bool:
     """Return whether this host knows a way to `host`; it has none if its own link is down."""
     if ipaddress.ip_address(host).is_link_local and ":" in host:
-        return True  # the address does not say on which of this host's links
+        return True  # the address does not say which network device of this host leads there
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as asking:
         try:
@@ -197,12 +205,13 @@ def has_route(host: str) -> bool:
 
 @contextlib.contextmanager
 def _opened(fd: int, inode: int) -> Iterator[socket.socket]:
-    """Open the connection of another library once more, so that closing it does not end it.
+    """Duplicate the descriptor of another library's connection, which stays open afterwards.
 
-    Raises OSError if `fd` is another file by now.
+    Raises OSError if `fd` belongs to another file by now.
     """
     mine = os.dup(fd)
-    # With a family given, Python asks the kernel nothing. The options are the same for IPv6.
+    # If the address family is given, Python need not ask the kernel for it. The options are the
+    # same for IPv4 and IPv6.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=mine) as connection:
         if os.fstat(mine).st_ino != inode:
             raise OSError(f"file {fd} has changed")
@@ -211,11 +220,12 @@ def _opened(fd: int, inode: int) -> Iterator[socket.socket]:
 
 def _addresses(connection: socket.socket, inode: int) -> tuple[str, str]:
     """Return the address of this end and of the other end of a connection."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as known:  # now with its family
+    with socket.socket(fileno=os.dup(connection.fileno())) as known:  # Python finds the family
         mine = known.getsockname()[0]
         with contextlib.suppress(OSError):
             return mine, known.getpeername()[0]
-        # The kernel does not tell the other end of a connection that is not made yet, but here.
+        # If the connection is not established yet, the kernel shows the other end only in this
+        # table.
         table = Path(_TABLE + "6" * (known.family == socket.AF_INET6))
         lines = map(str.split, table.read_text().splitlines())
         theirs = next((line[2] for line in lines if line[9] == str(inode)), "").partition(":")[0]
@@ -226,9 +236,10 @@ def _addresses(connection: socket.socket, inode: int) -> tuple[str, str]:
 
 
 class _TcpState(NamedTuple):
-    """The state of a connection, and how often TCP has tried, sent again, and asked in vain.
+    """The state of a connection: how often TCP has tried, sent again, and asked without answer.
 
-    `backoff` says how often TCP has doubled its pauses. It may be above 0 even after an answer.
+    `backoff` is the number of times that TCP has doubled its pause; it may be above 0 even after an
+    answer.
     """
 
     state: int
@@ -240,7 +251,7 @@ class _TcpState(NamedTuple):
 
 def _state(connection: socket.socket) -> _TcpState:
     state, _, resent, probes, backoff = connection.getsockopt(IPPROTO_TCP, TCP_INFO, 5)
-    # The newest question of TCP may still get its answer.
+    # The newest question of TCP is not counted, because its answer may still come.
     return _TcpState(state, resent + max(probes - 1, 0), resent, probes, backoff)
 
 
@@ -250,7 +261,7 @@ def _queued(connection: socket.socket) -> int:
 
 
 def _round_trip(connection: socket.socket) -> int:
-    """Return the milliseconds until an answer comes, as measured by TCP."""
+    """Return the time until an answer comes, in milliseconds, as measured by TCP."""
     info = connection.getsockopt(IPPROTO_TCP, TCP_INFO, 72)
     return int(struct.unpack_from("I", info, 68)[0]) // 1000
 
@@ -262,7 +273,7 @@ def _set(connection: socket.socket, values: Values) -> None:
 
 
 def _values(connection: socket.socket) -> Values:
-    """Return the settings of a connection, as far as this kernel has them."""
+    """Return the settings of a connection that this kernel supports."""
     found: Values = {}
     for option in _OPTIONS:
         with contextlib.suppress(OSError):

@@ -1,14 +1,14 @@
 """Arena: named tensors as views of one 1-D array, in memory that all ranks of a node share.
 
-    /dev/shm segment of a node with 2 ranks        the flags of the collectives are elsewhere
+    /dev/shm segment of a node with 2 ranks
     | slot of local rank 0: w b w2 b2 | slot of local rank 1: w b w2 b2 |
 
 Each rank of the node has a slot (a part of the shared segment) for its own tensors. Collectives add
-the tensors of all ranks of a node in place (schedules/node.py), so inside a node no data are copied
-into messages. The segment is a file in /dev/shm. `posix_fallocate` allocates the memory of the
-file, so a full /dev/shm raises an error at once and does not kill the process by SIGBUS later. All
-ranks of the node map the file into their memory. The file never has a name (O_TMPFILE), so a rank
-that is killed leaves no file behind, and each rank can free the memory without the other ranks.
+the tensors of all ranks of a node in place (schedules/node.py), so inside a node no messages are
+sent. The segment is a file in /dev/shm. `posix_fallocate` allocates the memory of the file, so a
+full /dev/shm raises an error at once and does not kill the process by SIGBUS later. All ranks of
+the node map the file into their memory. The file never has a name (O_TMPFILE), so a rank that is
+killed leaves no file behind, and each rank can free the memory without the other ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FOLDER = Path("/dev/shm")
 _HEAD = mmap.PAGESIZE
 _LINE = 8  # int64 per cache line
 _MOST = 1 << 60  # bytes: more than any machine has, and few enough for C integers
-_FOUND, _TEXT = 128, 512  # bytes that say where a file is, and most bytes of an error text
+_FOUND, _TEXT = 128, 512  # largest number of bytes of a file's place, and of an error text
 
 #: A function that polls a test until the test returns true.
 Wait = Callable[[Callable[[], bool]], None]
@@ -55,8 +55,8 @@ class Segment:
     ----------
     comm : mpi4py.MPI.Comm
     nbytes : int, or sequence of int
-        The bytes of every rank, or of each rank. Equal on all ranks.
-    wait : callable
+        One number of bytes for every rank, or a sequence with a number for each rank. Equal on all
+    ranks. wait : callable
         A function that waits until a test returns true, such as ``context.wait``.
 
     Attributes
@@ -75,7 +75,7 @@ class Segment:
             file, problem = _open_together(comm, total, wait, files)
             try:
                 if file is not None:
-                    # The rank that allocates a page decides on which memory bank the page lies, so
+                    # The rank that allocates a page decides in which memory bank the page lies, so
                     # each rank allocates its own part.
                     start, stop = starts[comm.rank], stops[comm.rank]
                     os.posix_fallocate(file, start, stop - start)
@@ -95,8 +95,8 @@ def _open_together(comm, nbytes: int, wait: Wait, files: ExitStack) -> tuple[int
     If the file cannot be made or opened, the first result is None, and the second result is the
     cause. The caller closes the file by closing the ExitStack `files`.
     """
-    # The other ranks open a file without a name in /proc. If they see other processes there, or
-    # none, the file gets a name until all ranks have opened it.
+    # The file has no name, so the other ranks open it by its path in /proc. If a rank sees other
+    # processes or no processes in /proc, the file gets a name until all ranks have opened it.
     for named in (False, True):
         file, problem, well = _open_once(comm, nbytes, wait, files, named)
         if well:
@@ -105,7 +105,7 @@ def _open_together(comm, nbytes: int, wait: Wait, files: ExitStack) -> tuple[int
 
 
 def _open_once(comm, nbytes: int, wait: Wait, files: ExitStack, named: bool):
-    """Return the descriptor or None, the problem of this rank, and whether no rank has one."""
+    """Return the descriptor or None, this rank's problem, and whether all ranks have succeeded."""
     file, problem, flags = None, "", os.O_RDWR | os.O_CLOEXEC
     name = _FOLDER / f"mpidist-{os.getpid()}-{secrets.token_hex(8)}"
     found = bytearray(_FOUND)
@@ -129,7 +129,7 @@ def _open_once(comm, nbytes: int, wait: Wait, files: ExitStack, named: bool):
         if comm.rank and found[0]:
             identity, place = found.rstrip(b"\0").decode().split(" ")
             try:
-                # In another container, another process may have the number of rank 0.
+                # In another container, the process number of rank 0 may belong to another process.
                 if _identity(Path(place)) == identity:
                     file = opened(Path(place), flags)
                 else:
@@ -168,8 +168,8 @@ class Arena(Mapping):
     ----------
     comm : mpi4py.MPI.Comm
     spec : mapping of name -> (shape, dtype)
-        Equal on all ranks. The tensors of one dtype lie together, in the order of the mapping. A
-        dtype may also be "bfloat16" or a dtype of PyTorch.
+        Equal on all ranks. The tensors of one dtype are next to each other in memory, in the order
+        of the mapping. A dtype may also be "bfloat16" or a dtype of PyTorch.
     ranks_per_node : int, optional
         The number of consecutive ranks that are treated as a node, as in `Topology`.
 
@@ -188,8 +188,8 @@ class Arena(Mapping):
         The number of the arena on the communicator and a hash of its spec. The label is part of
         the signature of each operation on the arena.
     reason : str or None
-        Why each rank has private memory, or None if the ranks of a node share the memory. If the
-        memory is private, ``slots`` has only the vectors of this rank.
+        The reason why each rank has private memory, or None if the ranks of a node share the
+        memory. If the memory is private, ``slots`` has only the vectors of this rank.
 
     Raises
     ------

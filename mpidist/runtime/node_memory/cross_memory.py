@@ -5,7 +5,8 @@ without shared memory and without a message. Containers, other users and hardene
 this system call, and a process number may mean another process in another container. The system
 call may thus fail or reach a wrong process, so all ranks test it with random numbers before they
 use it. In an elastic group a rank may die, and the kernel may give its number to another process.
-There, a rank writes only after the kernel has said that no process of the group has ended.
+In an elastic group, a rank therefore writes only after the kernel has confirmed that no process of
+the group has ended.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from .. import ulfm
 from .arena import Wait, first_problem
 
 _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
-_TOKEN = 16  # bytes: too many to be equal by chance
+_TOKEN = 16  # bytes: enough random bytes that two tokens are never equal by chance
 _MOST = 1 << 30  # bytes of one call; the kernel copies at most 2 GiB less a page
-#: What each rank tells the others of its node: its process, random bytes, where these are, and
-#: where the others write them.
+#: The data that each rank sends to the other ranks of its node: its process number, random bytes,
+#: the address of the random bytes, and the address to which the other ranks write them.
 _RECORD = np.dtype([("pid", "i8"), ("token", "u1", _TOKEN), ("token_at", "u8"), ("inbox", "u8")])
 
 
@@ -40,7 +41,7 @@ class _Run(ctypes.Structure):
 
 
 class _End:
-    """What the kernel makes readable when a process ends."""
+    """A file descriptor (pidfd) that the kernel makes readable when a process ends."""
 
     def __init__(self, pid: int):
         self.file = os.pidfd_open(pid)
@@ -50,10 +51,10 @@ class _End:
 class CrossMemory:
     """Copies to and from the address spaces of all ranks of `comm`.
 
-    Collective over `comm`, whose ranks must be on one node and wait by `wait`. Raises ConfigError
-    on all ranks if the kernel forbids the copies. The security module Yama (ptrace_scope 1) allows
-    such copies only with the permission of the process whose memory it is. Therefore each rank
-    permits other processes of its user to copy its memory, as MPI libraries do.
+    Collective over `comm`, whose ranks must be on one node. The ranks wait by the function `wait`.
+    Raises ConfigError on all ranks if the kernel forbids the copies. The security module Yama
+    (ptrace_scope 1) allows such copies only if the process that owns the memory permits them.
+    Therefore each rank permits other processes of its user to copy its memory, as MPI libraries do.
     """
 
     def __init__(self, comm: MPI.Comm, wait: Wait):
@@ -114,7 +115,7 @@ class CrossMemory:
                 )
 
     def without(self, living: list[int]) -> CrossMemory:
-        """Return the object of the local ranks `living`, without a new proof; this one ends."""
+        """Return an object for the ranks `living`, without a new test; this object ends."""
         new = copy.copy(self)
         new.pids, new._rank = [self.pids[k] for k in living], living.index(self._rank)
         new._watch([self._ends[k] for k in living])
@@ -126,7 +127,7 @@ class CrossMemory:
             self._poll.register(end.file, select.POLLIN)
 
     def _watch_ends(self) -> str:
-        """In an elastic group, watch the processes of all local ranks; return what is wrong."""
+        """In an elastic group, watch all local ranks' processes; return an error text or ""."""
         try:
             self._watch([_End(pid) for pid in self.pids] if ulfm.current is not None else [])
         except OSError as error:  # a kernel before Linux 5.3, or a process has ended
@@ -134,7 +135,7 @@ class CrossMemory:
         return ""
 
     def _prove(self, comm, wait: Wait, problem: str) -> None:
-        """Prove that this rank can read from and write to the memory of every other rank."""
+        """Check that this rank can read and write the memory of every other rank."""
         size, rank = comm.size, comm.rank
         answers = np.zeros((size, _TOKEN), np.uint8)
         found = np.empty(_TOKEN, np.uint8)
@@ -162,7 +163,7 @@ class CrossMemory:
                 self.write(other, inbox + rank * _TOKEN, token.ctypes.data, _TOKEN)
             except MpidistError as error:
                 problem = str(error)
-        wait(comm.Ibarrier().Test)  # after it, all ranks have written their answers
+        wait(comm.Ibarrier().Test)  # after the barrier, all ranks have written their answers
         for other in range(size):
             if other != rank and (answers[other] != tokens[other]).any():
                 problem = problem or f"data that process {self.pids[other]} wrote did not arrive"
