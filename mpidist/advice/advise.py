@@ -1,6 +1,6 @@
 """`mpidist bench allreduce --advise`: find settings with which the allreduce of MPI is faster.
 
-MPI chooses its algorithms when it starts, so the ranks are started anew for each algorithm of MPI.
+MPI chooses its algorithms when it starts, so the ranks are started again for each algorithm of MPI.
 There are `PASSES` passes; each pass times the default and all other algorithms. An algorithm is
 kept only if it was faster than the default in every pass. A second measurement times the default
 and the best of the kept algorithms in turn. The reported gain is that of the second measurement. If
@@ -31,7 +31,8 @@ from .mpi_algorithms import DEFAULT, Passes, Setting
 
 PASSES, CHECKS = 2, 3
 
-#: The most seconds that one measurement with one setting may take: some algorithms are very slow.
+#: The largest number of seconds for one measurement with one setting, because some algorithms are
+#: very slow.
 PATIENCE = 600
 
 RULES, VARIABLES = "allreduce.rules", "mpi.env"
@@ -103,9 +104,9 @@ def advise(there: Site, library: str, out: Path, say: Callable[[str], None]) -> 
 
     All algorithms of MPI are measured, and the settings in `out` are measured a second time.
 
-    A row has the keys bytes, algorithm (the advised one), default_us, advised_us, ratio (default_us
-    divided by advised_us, as a median over the second measurements), and tried (a dict: name of
-    each algorithm -> its microseconds in the last pass).
+    A row has the keys bytes, algorithm (the advised algorithm), default_us, advised_us, ratio
+    (default_us divided by advised_us, as a median over the second measurements), and tried (a dict:
+    name of each algorithm -> its microseconds in the last pass).
     """
     hosts = there.hosts()
     ranks, nodes = len(hosts), len(set(hosts))
@@ -139,8 +140,8 @@ def advise(there: Site, library: str, out: Path, say: Callable[[str], None]) -> 
 def _measure(there: Site, settings: Sequence[Setting], say) -> Passes:
     passes: dict[str, list] = {DEFAULT.name: []}
     for k in range(PASSES):
-        # Every second pass tries the settings in reverse order, so that a machine whose speed
-        # drifts favours no setting.
+        # Every second pass tries the settings in reverse order. If the speed of the machine changes
+        # slowly, no setting then has an advantage.
         for setting in [DEFAULT, *(settings if k % 2 == 0 else reversed(settings))]:
             if k and setting.name not in passes:
                 continue

@@ -20,7 +20,7 @@ from ..errors import ConfigError
 
 
 def saved_table(path: str | os.PathLike) -> dict[str, dict]:
-    """Return the choices of ``auto`` that the newest good checkpoint in `path` contains."""
+    """Return the choices of ``auto`` that are in the newest good checkpoint in `path`."""
     path = checked_path("path", path)
     _, manifest = load.newest_good(path, None, None, partial(steps.read_manifest, path))
     return tree(iter(manifest.extras)).get("run", {}).get("selection", {})

@@ -24,8 +24,8 @@ from ..runtime.polling import wait_until
 from ..simulator.network_model import NetworkModel, Problem
 from ..simulator.simulate import run
 
-#: Bytes of the messages by which the link is measured. A pause before each message refills the
-#: token bucket of the link.
+#: The lengths in bytes of the messages with which the link is measured. A pause before each message
+#: refills the token bucket of the link.
 LINK_SIZES = tuple(1 << k for k in range(12, 25))
 PAUSE = 0.08
 #: Bytes of the long messages that both ranks send at the same time.
@@ -52,7 +52,7 @@ def fit(comm, *, repeats: int = 5) -> dict[str, float]:
 
     chain = timed(_alternate(me, _CHAIN), 8) / _CHAIN
     # Both ranks send many messages at the same time, and each rank sends and receives one message
-    # in turn. The time per message is then twice the overhead, and at most that of `chain`.
+    # in turn. The time per message is then twice the overhead, and at most the time of `chain`.
     overhead = min(timed(_both_ways(me, _CHAIN), 8) / _CHAIN, chain) / 2
     latency = chain - 2 * overhead
     times = [timed(_answered(me, size), size, pause) for size in LINK_SIZES]
@@ -78,8 +78,8 @@ def fit(comm, *, repeats: int = 5) -> dict[str, float]:
 def line(sizes, seconds) -> tuple[float, float]:
     """Return (slope, constant) of ``seconds = slope size + constant`` by least squares.
 
-    The slope is at least 0. The sum of the squares of relative errors is minimised, because with
-    absolute errors one long message would outweigh all short ones.
+    The slope is at least 0. The sum of the squares of the relative errors is minimised. If absolute
+    errors were used, one long message would have more weight than all short messages.
     """
     weight = 1 / np.asarray(seconds)
     columns = np.column_stack([sizes, np.ones(len(sizes))])
@@ -96,7 +96,7 @@ def link(sizes: Sequence[int], seconds: Sequence[float], base: float) -> tuple[f
     per byte beyond the burst. The function tries 0 and many other values of `burst`. For each value
     of `burst`, `gap` and `peak` are medians over the messages. The function returns the (gap,
     burst, peak) with the smallest sum of errors. If other work of the machine delays a few
-    messages, the medians and the sum of errors hardly change.
+    messages, the medians and the sums of errors hardly change.
     """
     x, y = np.asarray(sizes, float), np.asarray(seconds, float)
     beyond = np.maximum(y - base, 1e-9)
@@ -178,7 +178,7 @@ def _time(call: Callable[[], object]) -> float:
 
 
 def _median(comm, repeats: int, measure: Callable[[], float]) -> float:
-    """Return the median of the times that rank 0 has measured. Collective over `comm`."""
+    """Return, on all ranks, the median of rank 0's measured times. Collective over `comm`."""
     measure()
     return comm.bcast(float(np.median([measure() for _ in range(repeats)])))
 

@@ -1,4 +1,4 @@
-"""The MPI library's own allreduce algorithms: force one, or set the best ones permanently.
+"""The MPI library's own allreduce algorithms: force one, or select the best permanently.
 
 In Open MPI, environment variables force one algorithm for all vector sizes. A rules file for Open
 MPI's component ``coll_tuned`` gives an algorithm for each range of sizes. Open MPI ignores, without
@@ -7,7 +7,7 @@ a message, a rules file that it cannot read or that has no rule for 0 bytes (see
 advised settings are measured a second time, with their rules file. MPICH has only environment
 variables, which force one algorithm for all sizes.
 
-The functions are pure: they read and write no files, and run no programs.
+The functions do not read or write files, and do not run programs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import numpy as np
 
 #: A setting is advised if it was faster by this factor in each pass.
 GAIN = 1.05
-#: A setting for all sizes is advised only if its ratio is at least this value at every size.
+#: A setting that is used for all sizes is advised only if its ratio is at least this value at every
+#: size.
 LOSS = 0.95
 
 _TUNED = "OMPI_MCA_coll_tuned_"
@@ -41,7 +42,7 @@ _OPEN_MPI = (
 #: ranks, Open MPI runs a slower algorithm instead of these.
 _CUTTING, _LARGEST_ELEMENT = (4, 5, 6), 16
 
-_ALLREDUCE = 2  # its number in a rules file
+_ALLREDUCE = 2  # the number of allreduce in a rules file
 
 _MPICH = (
     "recursive_doubling", "recursive_multiplying", "reduce_scatter_allgather",
@@ -174,9 +175,9 @@ def geometric_mean(values: Sequence[float]) -> float:
 def rules_file(chosen: Mapping[int, Setting], ranks: int, nodes: int, source: str) -> str:
     """Return the text of a rules file for coll_tuned; `chosen` maps bytes of a vector to settings.
 
-    A rule is valid from its number of bytes up to that of the next rule. Between two measured
-    sizes, the rule changes at the geometric mean of the sizes. In a rules file, algorithm 0 leaves
-    the choice to MPI. The file uses algorithm 0 below the smallest measured size, and for
+    A rule is valid from its number of bytes up to the number of bytes of the next rule. Between two
+    measured sizes, the rule changes at the geometric mean of the sizes. In a rules file, algorithm
+    0 leaves the choice to MPI. The file uses algorithm 0 below the smallest measured size, and for
     communicators of more than `ranks` ranks. Larger communicators need a rule of their own, because
     the rules for `ranks` ranks would otherwise be valid for them too.
     """

@@ -1,14 +1,16 @@
-"""`mpidist advise servers`: allreduce, parameter servers (and how many), or neither. No MPI.
+"""`mpidist advise servers`: advise allreduce, parameter servers, or neither; needs no MPI.
 
-The time of a step is that of the computation, which the workers share, and that of the messages.
+The time of a step is the time of the computation, which the workers share, plus the time of the
+messages:
 
     allreduce        the fastest algorithm, as `mpidist simulate` predicts it
-    k servers        2 latencies, and max(M, n M / k) bytes over the busiest link, both ways at once
+    k servers        2 latencies, and max(M, n M / k) bytes over the busiest link in each direction
     p colocated      2 (p - 1) / p M bytes, as each rank sends parts both as worker and as server
 
-M is the bytes of the parameters. For each message the sender and the receiver also spend an
-overhead each, which is half the latency if it was not measured. If steps take uneven time,
-allreduce waits for the slowest worker of each step. Under SSP no worker waits if all workers are
+M is the number of bytes of the parameters, n the number of workers, and p the number of ranks. For
+each message, the sender and the receiver also spend the overhead each. If the overhead was not
+measured, it is taken as half the latency. If steps take uneven times, allreduce waits for the
+slowest worker in each step. With parameter servers under SSP, no worker waits if all workers are
 equally fast on average.
 """
 
@@ -20,11 +22,11 @@ from dataclasses import dataclass
 from ..simulator.network_model import NetworkModel, Problem
 from ..simulator.predict import predict
 
-#: Below this speed-up over one rank, the messages are not worth it.
+#: If the speed-up over one rank is less than this, neither allreduce nor servers are advised.
 GAIN = 1.1
-#: Servers are advised only if a step takes at most this share of that with allreduce.
+#: Servers are advised only if a step takes at most this share of the time of a step with allreduce.
 CLEAR = 0.95
-#: Bytes that a server keeps for the pieces of one worker's push that are on their way.
+#: The bytes that a server keeps for those pieces of one worker's push that are being sent.
 PIECES = 1 << 20
 _ALGORITHMS = ("ring", "butterfly", "double_tree")
 
@@ -46,7 +48,7 @@ class StepFacts:
     memory
         Bytes that a rank may use; None if they are not known.
     slowest
-        How many times as long as usual one of the ranks takes for a step, another one each time.
+        In each step one rank, each time another one, takes this many times as long as usual.
     """
 
     parameters: int
@@ -60,7 +62,7 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to train: its step time, its messages, and the memory of its fullest rank."""
+    """One way to train: its step time, its messages, and the memory of the rank that needs most."""
 
     name: str
     workers: int
@@ -77,7 +79,7 @@ class Choice:
 
     @property
     def share(self) -> float:
-        """The share of the messages in a step."""
+        """The share of a step's time that the messages take."""
         return self.messages / self.seconds if self.seconds else 0.0
 
 
@@ -112,7 +114,7 @@ def choices(facts: StepFacts) -> list[Choice]:
 
 
 def advised_choice(facts: StepFacts, found: Sequence[Choice]) -> tuple[Choice | None, str]:
-    """Return the advised choice, or None for neither, and a sentence with the reason."""
+    """Return the advised choice (None if neither is advised), and a sentence with the reason."""
     room = facts.memory
     fits = [each for each in found if room is None or each.memory <= room]
     if not fits:
@@ -151,7 +153,7 @@ def advised_choice(facts: StepFacts, found: Sequence[Choice]) -> tuple[Choice | 
 def server_advice_lines(
     facts: StepFacts, found: Sequence[Choice], bound: float, shown: int = 8
 ) -> Iterator[str]:
-    """Yield a table of the choices, the fastest numbers of servers only, and the advice."""
+    """Yield the lines of a table of choices (only the best numbers of servers), and the advice."""
     advised, why = advised_choice(facts, found)
     served = sorted((each for each in found if each.servers), key=lambda each: each.seconds)
     kept = [each for each in found if not each.servers or each in served[:shown]]

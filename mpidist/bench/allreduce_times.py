@@ -1,11 +1,11 @@
 """`mpidist bench allreduce`: compare algorithms with the MPI library's own allreduce, in one run.
 
-`interleave.py` describes how calls are timed. MPI's own allreduce is timed in place and not in
-place, and the faster form counts. On one node, no allreduce of N bytes per rank should be faster
-than the *memory limit*: the time in which all ranks copy N bytes at once, measured in the same
-rounds. A copy of N bytes moves 2N bytes between a rank and the main memory: it reads N bytes and
-writes N bytes. (To copy long vectors, C libraries use store instructions that do not first read the
-old content of the memory.) An allreduce of an arena, which is memory that all ranks of the node
+`interleave.py` describes how calls are timed. MPI's own allreduce is timed both in place and not in
+place, and the faster of the two counts. On one node, no allreduce of N bytes per rank should be
+faster than the *memory limit*: the time in which all ranks copy N bytes at once, measured in the
+same rounds. A copy of N bytes moves 2N bytes between a rank and the main memory: it reads N bytes
+and writes N bytes. (To copy long vectors, C libraries use store instructions that do not first read
+the old content of the memory.) An allreduce of an arena, which is memory that all ranks of the node
 share, also moves 2N bytes. An allreduce of private vectors moves 2N to 3N bytes, because its stores
 may first read the N old bytes of the result. An allreduce of private vectors also copies through
 shared memory, but this memory stays in the cache and does not count. The key ``limit`` of a row is
@@ -31,20 +31,20 @@ from ..runtime.topology import topology_of
 from .interleave import Candidate, interleave, last_level_cache, wire_meter
 from .ratios import Measured, against_best, ratio
 
-#: How an algorithm is called: by `md.allreduce`, by `md.plan` on private arrays, by `md.plan` on an
-#: arena, by `md.iallreduce`.
+#: The ways to call an algorithm: `md.allreduce`, `md.plan` on private arrays, `md.plan` on an
+#: arena, `md.iallreduce`.
 FORMS = ("call", "plan", "arena", "nonblocking")
 #: Names of MPI's own allreduce, and of the reference for the nonblocking form.
 NATIVE_FORMS, NATIVE_NONBLOCKING = ("native", "native in place"), "native nonblocking"
 COPY, TORCH = "memory copy", "torch gloo"
-#: The most vectors that the timed calls use in turn. With the form "arena" each vector is in an
-#: arena of its own, which has communicators of its own.
+#: The largest number of vectors that the timed calls use in turn. With the form "arena" each vector
+#: is in an arena of its own, which has communicators of its own.
 MAX_POOL = 512
-#: The most seconds that the calls which are timed together may take.
+#: The largest number of seconds for the calls that are timed together.
 TURN = 0.01
 #: Shorter vectors get no memory limit, because latency dominates their time.
 LEAST_LIMITED = 128 << 10
-#: Bytes of the Ethernet, IP and TCP headers of a packet, with time stamps.
+#: Bytes of the Ethernet, IP and TCP headers of a packet, including TCP's time stamps.
 HEADERS = 66
 
 
@@ -167,7 +167,7 @@ def measure(
     meter = wire_meter(device) if device else None
     times = interleave(comm, candidates, rounds=rounds, repeat=repeat, meter=meter)
     pool.close()
-    # The two forms of native become one row.
+    # The two forms of "native" (in place and not in place) become one row.
     names = ["native", *(name for name in times if name not in NATIVE_FORMS)]
     return [_row(comm, name, pool.nbytes, times, algorithms) for name in names]
 
@@ -194,7 +194,7 @@ class _Pool:
         return [Arena(self.comm, spec) for _ in range(self.count)]
 
     def close(self) -> None:
-        for arena in self.__dict__.get("arenas", ()):  # only if the property has made them
+        for arena in self.__dict__.get("arenas", ()):  # if the property has made arenas
             arena.close()
 
 

@@ -1,15 +1,15 @@
 """`mpidist bench checkpoint`: saving and restoring, compared with plain files of the same size.
 
-Each save stores a simulated training state of `nbytes` bytes. One half of the state is replicated:
-parameters, which are equal on all ranks and stored once. The other half is sharded: the momentum,
-of which each rank has a block. As the reference for saving, every rank writes an equal share of the
-bytes to a plain file and syncs the file. As the reference for restoring, every rank reads from
-plain files as many bytes as it gets in a restore: the replicated half of the state, and its own
-block of the other half. In each round every candidate (an operation of mpidist or a reference) is
-timed once, in an order that changes from round to round. Each time is that of the slowest rank,
-counted from a barrier. The ratio in a result row is the time of the reference divided by the time
-of the operation, as the median over all rounds. Before each timing, all files are removed from the
-page cache of the system.
+Each save stores a simulated training state of `nbytes` bytes. One half of the state, the
+parameters, is replicated: it is equal on all ranks and stored once. The other half, the momentum,
+is sharded: each rank has a block of it. As the reference for saving, every rank writes an equal
+share of the bytes to a plain file and syncs the file. As the reference for restoring, every rank
+reads from plain files as many bytes as it gets in a restore: the replicated half of the state, and
+its own block of the other half. In each round every candidate (an operation of mpidist or a
+reference) is timed once, in an order that changes from round to round. Each time is that of the
+slowest rank, counted from a barrier. The ratio in a result row is the time of the reference divided
+by the time of the operation, as the median over all rounds. Before each timing, all files are
+removed from the page cache of the system.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ..partition import BlockPartition
 from .bench_folder import bench_folder, forget_pages
 from .torch_yardstick import checkpointer, leave
 
-#: Seconds of a simulated training step, which waits for its device.
+#: Seconds of a simulated training step, in which the rank only waits, as if for a device.
 _STEP = 10e-3
-#: Least difference in seconds that the benchmark can measure.
+#: The smallest difference in seconds that the benchmark can measure.
 _RESOLUTION = 1e-4
 #: Elements of the state that are computed at once.
 _PART = 1 << 16
@@ -82,11 +82,12 @@ def measure(comm, nbytes: int, rounds: int, folder: str, torch: bool = False) ->
     divided by median_s, as the median over the rounds), and mb_per_s.
 
     The operations "save" and "restore" are timed until the method of that name returns. The
-    operation "unchecked" is a restore that compares no checksums of arrays. The operation "stall"
-    is a call of `save_async`, timed until it returns. The time of "async" is how much longer
-    simulated training steps take while a save runs in the background. The references are "write"
-    and "read" of plain files, and "copy", which copies this rank's share of the state in memory.
-    With `torch`, the references "torch save" and "torch restore" use torch.distributed.checkpoint.
+    operation "unchecked" is a restore that does not compare the checksums of arrays. The operation
+    "stall" is a call of `save_async`, timed until it returns. The time of "async" is the additional
+    time that simulated training steps take while a save runs in the background. The references are
+    "write" and "read" of plain files, and "copy", which copies this rank's share of the state in
+    memory. With `torch`, the references "torch save" and "torch restore" use
+    torch.distributed.checkpoint.
     """
     state = State(comm, nbytes)
     with bench_folder(comm, folder) as made:
@@ -138,8 +139,8 @@ def _measure(comm, state: State, rounds: int, folder: Path, torch) -> dict[str, 
         seconds = {name: np.empty(rounds) for name in run}
         step, saved = 0, {}  # steps saved by mpidist and by PyTorch
         for k in range(-1, rounds):  # round -1 warms up
-            # In the warm-up the candidates run in the order of `run`, which writes files before it
-            # reads them.
+            # In the warm-up round the candidates run in the order of `run`, in which files are
+            # written before they are read.
             for name in rng.permutation(list(run)) if k >= 0 else run:
                 by_torch = name.startswith("torch")
                 restores = name.endswith("restore") or name == "unchecked"

@@ -51,13 +51,13 @@ class Candidate:
         """Return all inputs in the order in which the next calls use them.
 
         If the caller writes the inputs in the returned order, the cache then contains the inputs
-        that the calls use last, and not those that they use first.
+        that the calls use last, and not the inputs that they use first.
         """
         start = self.turn % len(self.calls)
         return [*self.inputs[start:], *self.inputs[:start]]
 
     def next_calls(self, repeat: int) -> list[Callable[[], object]]:
-        """Return the next `repeat` calls; after the last of `calls`, the first follows again."""
+        """Return the next `repeat` calls; after the last of `calls`, the first comes again."""
         start = self.turn % len(self.calls)
         self.turn += repeat
         return list(islice(cycle(self.calls), start, start + repeat))
@@ -82,7 +82,7 @@ def interleave(
     Raises
     ------
     MpidistError
-        A candidate computes a wrong sum.
+        When a candidate computes a wrong sum.
     """
     names = list(candidates)
     size = meter().size if meter else 0
@@ -93,7 +93,8 @@ def interleave(
     for k in range(-1, rounds):  # round -1 warms up
         for index in rng.permutation(len(names)):
             candidate = candidates[names[index]]
-            # A vector that one turn sums twice must contain zeros, because sums of sums grow.
+            # If a turn sums a vector twice, the vector must contain zeros, because otherwise the
+            # sums would grow.
             once = repeat <= len(candidate.calls)
             for vector in candidate.next_inputs():
                 pattern.write(vector) if once else vector.fill(0)

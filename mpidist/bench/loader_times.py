@@ -9,7 +9,7 @@ in an order that changes from round to round. Each time is that of the slowest r
 barrier. The ratio in a result row is the time of the plain read divided by the time of the loader,
 as the median over all rounds. "cold" means that the files were removed from the page cache of the
 system before each read, "warm" that they are in the page cache. CPU time is the sum over all
-threads of all ranks. If the machine does other work at the same time, CPU time changes less than
+threads of all ranks. If the machine also does other work, the CPU time changes less than the
 elapsed time.
 """
 

@@ -1,9 +1,9 @@
 """`mpidist bench overlap`: how much of the gradient exchange runs during the backward pass.
 
 The backward pass is simulated: the rank sleeps once for each layer, and all sleeps together take as
-long as the exchange of gradients. With real computing, ranks that share a core would wait for each
-other, which would falsify the times. In each round, the exchange alone is timed, and then a step
-with both the backward pass and the exchange.
+long as the exchange of gradients. If the ranks computed instead, ranks that share a core would wait
+for each other, and the times would be wrong. In each round, the exchange alone is timed, and then a
+step with both the backward pass and the exchange.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 A ratio is computed for each round, and the result is the median of these ratios with its 95 %
 interval. If the machine is busy during a round, both times of the round grow, and their ratio
 hardly changes. The ratio of two medians over all rounds would change more when the machine is busy.
-All functions here are pure.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from statistics import geometric_mean
 
-#: How much slower than the fastest candidate "auto" may be before the summary reports the case.
+#: If "auto" takes at least this many times as long as the fastest candidate, the summary says so.
 TOLERANCE = 1.05
 
 
 def lines(rows: Sequence[dict]) -> list[str]:
-    """Return the lines of the summary: means, comparisons, and cases where MPI is faster. Pure."""
+    """Return the lines of the summary: means, comparisons, and cases where MPI is faster."""
     means, chosen = [], []
     for name in _names(rows):
         mine = [row for row in rows if row["algorithm"] == name]
@@ -68,14 +68,14 @@ def _losing(rows) -> list[str]:
 
 
 def _names(rows) -> list[str]:
-    """Return the names of mpidist's own algorithms in `rows`, without those of the references."""
+    """Return the names of mpidist's own algorithms in `rows`, without the references."""
     names = dict.fromkeys(row["algorithm"] for row in rows)
     yardsticks = ("memory copy", "torch gloo")
     return [n for n in names if not n.startswith("native") and n not in yardsticks]
 
 
 def size_label(nbytes: int) -> str:
-    """Return a size as text, such as "128 KiB"; in bytes if it is no multiple of 1 KiB. Pure."""
+    """Return a size as text, such as "128 KiB"; in bytes if it is not a multiple of 1 KiB."""
     for power, unit in ((20, "MiB"), (10, "KiB")):
         if nbytes >= 1 << power and nbytes % (1 << power) == 0:
             return f"{nbytes >> power} {unit}"

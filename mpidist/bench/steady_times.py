@@ -15,7 +15,8 @@ from mpi4py import MPI
 
 from ..collectives.allreduce import plan
 
-#: Least number of bytes that a block of calls reduces: many times the size of a token bucket.
+#: A block of calls reduces at least this many bytes, which is many times the size of a token
+#: bucket.
 BLOCK_BYTES = 8 << 20
 
 

@@ -7,7 +7,7 @@ PyTorch without any exchange shows the shortest time that a step in PyTorch coul
 All candidates have the same layers, initial weights and batches. All candidates use SGD with
 momentum, and one BLAS thread per rank. Each candidate in turn runs a block of steps, and the time
 of the slowest rank counts. The benchmark fails if the losses of the candidates that exchange
-gradients differ, which would mean that they do not do the same work.
+gradients differ, because then they would not do the same work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..gradients.torch_module import attach
 from ..models import lenet, mlp
 from ..optim import momentum
 
-#: name -> (function that makes our model, shape of a sample, samples of all ranks)
+#: name -> (function that makes the mpidist model, shape of a sample, samples of all ranks)
 MODELS: dict[str, tuple[Callable, tuple[int, ...], int]] = {
     "lenet 8x8": (lambda: lenet([1, 8, 8], channels=[32, 64]), (1, 8, 8), 64),
     "lenet 28x28": (lambda: lenet([1, 28, 28]), (1, 28, 28), 64),

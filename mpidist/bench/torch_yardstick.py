@@ -1,7 +1,7 @@
-"""Run PyTorch for comparison, on the same ranks: `all_reduce` over gloo, and checkpoints.
+"""Run PyTorch on the same ranks for comparison: `all_reduce` over gloo, and checkpoints.
 
-PyTorch is not a dependency of mpidist: install both into an environment of your own. PyTorch's
-processes find each other through a TCP store on rank 0. MPI broadcasts the port of this store.
+PyTorch is not a dependency of mpidist: install both into one environment. PyTorch's processes find
+each other through a TCP store on rank 0. MPI broadcasts the port of this store.
 """
 
 from __future__ import annotations

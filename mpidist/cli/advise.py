@@ -35,7 +35,7 @@ def add_parser(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Advise, and print the numbers that decide."""
+    """Print the advice, and the numbers on which it depends."""
     from ..advice.server_advice import StepFacts, advised_choice, choices, server_advice_lines
     from ..training.job import build_run, read_job
 
@@ -84,9 +84,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compute_seconds(parts, global_batch: int, repeats: int = 5) -> float:
-    """Return the seconds that this machine needs for a global batch, the least of `repeats`.
+    """Return the seconds that this machine needs for a global batch: the least of `repeats` times.
 
-    With a median, other work on the machine would count as a part of the computation.
+    The median of the times would include the effect of other work on the machine.
     """
     import numpy as np
 

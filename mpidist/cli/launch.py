@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the program until it is done; return the exit code.
 
     The exit code is 0 if the program is done, and 75 if the program has saved a checkpoint and must
-    be continued later. In all other cases, the exit code is that of the program's last failure.
+    be continued later. In all other cases, the exit code is the exit code of the program's last
+    failure.
     """
     from ..elasticity.ulfm_trial import check_survival
     from ..supervisor import attempts, commands
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     limits = Limits(
         args.heartbeat, args.start_timeout, args.stall_timeout, args.grace, args.launcher_timeout
     )
-    # A requeued job keeps its id, and with it the history of its failures and preemptions.
+    # A requeued job keeps its id. So it also keeps the history of its failures and preemptions.
     name = os.environ["SLURM_JOB_ID"] if in_slurm else uuid.uuid4().hex[:12]
     job = attempts.LaunchedJob(
         program=tuple(args.program),

@@ -16,7 +16,8 @@ from contextlib import suppress
 from .. import __version__, events
 from ..errors import ConfigError, MpidistError, nearest
 
-#: Commands and their help. The module of the same name has `add_parser` and `run`.
+#: Commands and their help. For each command, the module of the same name has `add_parser` and
+#: `run`.
 COMMANDS = {
     "train": "train the model of a TOML job file (under mpirun or srun)",
     "bench": "measure allreduce, parameter servers or checkpoints against references",
@@ -29,8 +30,9 @@ COMMANDS = {
 }
 
 
-#: Seconds that a rank which prints no error waits before it exits, so that another rank can print
-#: the error. The longer time is for launchers that end all ranks as soon as one rank has failed.
+#: A rank that does not print the error waits for this many seconds before it exits, so that another
+#: rank can print the error. The longer time is for launchers that end all ranks as soon as one rank
+#: has failed.
 HOLD_BACK, HOLD_BACK_LONG = 3.0, 10.0
 
 
@@ -109,11 +111,11 @@ def _report(error: MpidistError) -> int:
 def _met(error: MpidistError, text: str, claim) -> bool:
     """Report `error` to ranks that wait in MPI_Init; return whether all ranks will end the job.
 
-    Collective if `error` came before MPI_Init.
+    Collective if `error` was raised before MPI_Init.
 
-    An error may come on one rank only, for instance because a file is missing on its host. If this
-    rank did nothing, the other ranks would wait in MPI_Init for ever. The rank with the error
-    therefore initializes MPI too, and reports the error to the other ranks in `check_launch`.
+    An error may be raised on one rank only, for instance because a file is missing on its host. If
+    this rank exited at once, the other ranks would wait in MPI_Init for ever. The rank with the
+    error therefore initializes MPI too, and reports the error to the other ranks in `check_launch`.
     """
     from ..launch import start_checks
 

@@ -1,6 +1,6 @@
 """``mpidist pipeline {profile,partition,show,trace}``: measure, cut a model into stages, draw.
 
-None of them needs MPI.
+None of these sub-commands needs MPI.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pathlib import Path
 
 from ..errors import ConfigError
 
-#: Most workers for which a step is simulated unasked.
+#: The largest number of workers for which a step is simulated if no number of microbatches is
+#: given.
 _MOST_ADVISED = 64
 
 
@@ -175,7 +176,7 @@ def _partition(args) -> int:
 
 
 def _say_hosts(layouts, network) -> None:
-    """Print the time of a microbatch on each number of hosts, and which is to be preferred."""
+    """Print the time of a microbatch for each number of hosts, and the best number of hosts."""
     from ..pipeline.grid.host_advice import best_layout
 
     print("hosts  workers each  ms for a microbatch  MB between hosts  limited by  replicas")
@@ -194,7 +195,7 @@ def _say_hosts(layouts, network) -> None:
 
 
 def _say_advice(advice, workers: int) -> None:
-    """Print which of a pipeline and allreduce has the shorter step, and why."""
+    """Print whether a pipeline or allreduce has the shorter step, and why."""
     stages = " + ".join(map(str, advice.replicas))
     fits = advice.allreduce_seconds < float("inf")
     allreduce = f"{advice.allreduce_seconds * 1e3:.3f} ms" if fits else "does not fit"

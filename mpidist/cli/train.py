@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
     install_hook(comm)
     try:
-        if parts is None:  # MPI tells which rank of each node must fetch the data
+        if parts is None:  # only MPI can tell which rank of each node must fetch the data
             job.data = remote.brought_here(comm, job.data)
             parts = build_run(job, comm.size)
         _train(comm, job, parts, args, path, fresh)
@@ -106,7 +106,8 @@ def beginning(environ: Mapping[str, str]) -> bool | str:
     if launcher and not requeued:
         return launcher
     step = environ.get("SLURM_STEP_ID", "")
-    # Slurm numbers the steps of a requeued job from 0 again; steps of shells have larger numbers.
+    # Slurm numbers the steps of a requeued job from 0 again. Steps that a shell starts have larger
+    # numbers.
     if not launcher and "SLURM_JOB_ID" in environ and step.isdecimal() and int(step) < 1 << 31:
         return f"{environ['SLURM_JOB_ID']}.{step}"
     if requeued:
@@ -180,7 +181,8 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
                 checkpoint=store, resume=resume, callbacks=[reporter],
                 on_resize=reporter.resized, elastic=elastic,
                 quarantine=job.folder / "quarantine.jsonl",
-                # The watch of this command, which has a folder for dumps, knows of no death.
+                # The watch of this command, which has a folder for dumps, does not notice that a
+                # rank has died.
                 watch_seconds=job.watch_seconds if elastic else 0,
                 **{name: getattr(job, name) for name in _SAME_IN_TRAIN},
             )  # fmt: skip
@@ -193,7 +195,7 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
 
 
 def _model_bytes(parts) -> int:
-    """Return the size of the model; a pipeline makes no parameters of the whole model."""
+    """Return the size of the model in bytes; for a pipeline, without making all parameters."""
     if getattr(parts.strategy, "in_parts", False):
         shapes = (shape for layer in parts.model.layers for shape in layer.shapes().values())
         return 4 * sum(math.prod(shape) for shape in shapes)
@@ -238,7 +240,7 @@ def _again(args, ranks: int, crowded: bool) -> str:
 
 def _report(job, summary, again: str) -> None:
     if summary.resumed_at == summary.steps and _is_told(job, summary):
-        return  # the run was finished already, which its start has printed
+        return  # the run was finished before, and a line at its start has said so
     facts = summary.as_dict()
     text = json.dumps(facts, indent=2)
     partial = job.folder / "summary.json.part"
@@ -293,7 +295,7 @@ def _is_told(job, summary) -> bool:
 class Reporter:
     """Callback that writes metrics.jsonl, and shows a progress bar or progress lines.
 
-    Only the first rank `speaks`; after a death this is the first living rank.
+    Only on the first living rank, `speaks` is true.
     """
 
     def __init__(self, job, speaks: bool):
@@ -311,7 +313,7 @@ class Reporter:
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def resized(self, _old: int, _new: int, run) -> None:
-        """Begin to speak if this rank has become the first one, `on_resize` of `md.train`."""
+        """Begin to print if this rank has become the first rank (`on_resize` of `md.train`)."""
         if run.comm.rank or self.speaks:
             return
         self._begin()

@@ -1,8 +1,8 @@
 """Check, when a job starts, which cores the ranks may use.
 
-Three kinds of wrong launch raise no error, but the job runs at a fraction of the possible speed:
-several ranks are bound to one core; all ranks are bound to one core of many; BLAS starts a thread
-per core in every rank.
+Three mistakes in a launch raise no error, but make the job slow: several ranks are bound to the
+same core; all ranks are bound to one core although the host has many; in every rank, BLAS starts a
+thread for each core of the host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from .. import events
 
-#: OpenBLAS, MKL and BLIS read their own variable, or OpenMP's if their own is not set.
+#: Variables with the number of BLAS threads. OpenBLAS, MKL and BLIS each read their own variable,
+#: or OpenMP's variable if their own is not set.
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
 
 _CURE = "bind each to cores of its own: mpirun --bind-to core, srun --cpu-bind=cores"
@@ -42,15 +43,15 @@ def rank_place(environ: Mapping[str, str]) -> RankPlace:
 
 
 def _machine() -> str:
-    # Containers on one machine have different host names, and two machines may have one host name.
-    # The kernel's boot id names the machine.
+    # Containers on one machine have different host names, and two machines may have the same host
+    # name. Therefore the kernel's boot id identifies the machine.
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
 
 
 def blas_threads(environ: Mapping[str, str], cores: int) -> int:
-    """Return how many threads NumPy's BLAS starts: the number that is set, or one per core."""
+    """Return how many threads NumPy's BLAS starts: the number in a variable, or one per core."""
     for name in _THREADS:
         first = environ.get(name, "").split(",")[0].strip()  # OMP_NUM_THREADS may be a list
         if first.isdigit() and int(first):
@@ -112,7 +113,7 @@ def check_binding(comm, environ: Mapping[str, str]) -> bool:
     """Print a warning on rank 0 if ranks slow each other down. Collective over `comm`.
 
     `environ` is ``os.environ``. The warning is one line on stderr; ``MPIDIST_VERBOSE=0`` suppresses
-    it. Returns whether some host has more ranks than cores, which a launcher allows only with an
+    it. Returns whether some host has more ranks than cores, which launchers allow only with an
     option.
     """
     mine = rank_place(environ)

@@ -1,8 +1,9 @@
-"""Read from environment variables which launcher started this job; check that it suits this MPI.
+"""Find out from environment variables which launcher started this job, and check the launcher.
 
-The functions take the environment variables as an argument. One common error is that the launcher
-and the MPI library use different versions of PMI, so that n programs of one rank each start.
-Another common error is that ``mpirun`` of one MPI starts programs with the library of another MPI.
+The functions take the environment variables as an argument. There are two common errors. First, the
+launcher and the MPI library may use different versions of PMI (the interface between launcher and
+library), so that n programs of one rank each start. Second, the ``mpirun`` of one MPI may start
+programs with the library of another MPI.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import NamedTuple
 from ..errors import ConfigError
 
 #: Variables with the number of ranks, and the launcher that sets them. Slurm's variable comes last,
-#: because under ``mpirun`` inside an allocation it counts the helpers of the launcher.
+#: because under ``mpirun`` inside an allocation Slurm's variable has the number of helper processes
+#: of ``mpirun``.
 _SIZES = (
     ("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"),
     ("MV2_COMM_WORLD_SIZE", "MVAPICH's mpirun"),
@@ -99,25 +101,27 @@ def check_launcher(environ: Mapping[str, str], library: str) -> None:
 
 
 def network_for(environ: Mapping[str, str], library: str) -> dict[str, str]:
-    """Return the variables that MPI_Init of this library needs to work, or not to waste time.
+    """Return the variables that make MPI_Init of this library work, and work quickly.
 
-    Open MPI 5 has a component for one-sided transfers over libfabric, which sleeps for a second
-    when MPI_Init closes it unused. Ranks of one host never use it, so it is excluded for them,
-    unless the user has chosen (``OMPI_MCA_btl``). Here this is done for the commands of mpidist
-    under `mpirun`; `supervisor.commands` does it for any program of `mpidist launch`.
+    Open MPI 5 has a component for one-sided transfers over libfabric. This component sleeps for a
+    second when MPI_Init closes it unused. If all ranks are on one host, they never use the
+    component. The returned variables then exclude it, unless the user has chosen the components
+    (``OMPI_MCA_btl``). This function is for the commands of mpidist under `mpirun`; for programs
+    under `mpidist launch`, `supervisor.commands` excludes the component.
 
-    With UCX as its network library, MPICH publishes the address of a rank in 4096 bytes, although
-    the address has only some hundred bytes. MPICH sends the 4096 bytes in nine values of up to 1022
-    digits each. Slurm's pmi2 plugin reads only 1024 bytes of a request, which also contains a name
-    and a key, so the values are cut. Depending on the contents of unused memory, MPI_Init then
-    returns or waits for ever (Slurm's src/plugins/mpi/pmi2/pmi1.c, handle_pmi1_cmd; MPICH's
-    ch4/netmod/ucx/ucx_init.c). The returned variables select libfabric, whose addresses are short,
-    instead of UCX. If the user has chosen a network library, no variable is returned.
+    If MPICH uses the network library UCX, it publishes the address of a rank in 4096 bytes,
+    although the address has only some hundred bytes. MPICH sends the 4096 bytes in nine values of
+    up to 1022 digits each. Slurm's pmi2 plugin reads only 1024 bytes of a request, and a request
+    also contains a name and a key, so the values are cut. It then depends on the contents of unused
+    memory whether MPI_Init returns or waits for ever (Slurm's src/plugins/mpi/pmi2/pmi1.c,
+    handle_pmi1_cmd; MPICH's ch4/netmod/ucx/ucx_init.c). The returned variables select libfabric,
+    whose addresses are short, instead of UCX. If the user has chosen a network library, no variable
+    is returned.
 
-    Of libfabric's providers MPICH prefers "sockets" to "tcp" on a TCP network. With "sockets",
-    some 3 of 100 starts wait for ever in MPI_Init on a busy machine: all ranks wait for messages of
-    the first collective operation (MPICH 5.0.2). The variables also exclude this provider, unless
-    the user has chosen a provider.
+    libfabric has several providers (network drivers). On a TCP network, MPICH prefers the provider
+    "sockets" to "tcp". With "sockets", about 3 of 100 starts wait for ever in MPI_Init on a busy
+    machine, because all ranks wait for messages of the first collective operation (MPICH 5.0.2).
+    The variables also exclude this provider, unless the user has chosen a provider.
     """
     sizes = environ.get("OMPI_COMM_WORLD_SIZE"), environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     if library.startswith("Open MPI v5") and sizes[0] and sizes[0] == sizes[1]:
@@ -135,9 +139,9 @@ def check_singletons(size: int, environ: Mapping[str, str], library: str) -> Non
     Raises
     ------
     ConfigError
-        If MPI has one rank and the launcher has started more. Every process raises. On all
-        processes but the first, the attribute ``quiet`` of the error is true, so that the text is
-        printed once.
+        If MPI has one rank although the launcher has started more. Every process raises the error.
+        On all processes except the first, the attribute ``quiet`` of the error is true, so that the
+        text is printed only once.
     """
     claim = claimed_size(environ)
     if size == 1 and claim is not None and claim.size > 1:

@@ -1,9 +1,10 @@
-"""The control group of a process: its memory limit, and how many processes the OOM killer killed.
+"""The control group of a process: its memory limit, and its processes killed for lack of memory.
 
-Linux has two versions of control groups. A control group of version 2 counts the killed processes
-in ``memory.events``, including those of its child groups. A control group of version 1 counts the
-killed processes in ``memory.oom_control``. Every process that can read the folder of a group can
-read these counts of killed processes.
+Linux has two versions of control groups. The OOM killer of Linux kills a process if memory is
+lacking. A control group of version 2 counts the killed processes, including those of its child
+groups, in the file ``memory.events``. A control group of version 1 counts the killed processes in
+the file ``memory.oom_control``. Every process that can read the folder of a group can read these
+counts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import NamedTuple
 #: The names of the files with the memory limit and with the event counts, for control groups of
 #: version 2 and of version 1.
 _FILES = (("memory.max", "memory.events"), ("memory.limit_in_bytes", "memory.oom_control"))
-#: Version 1 writes "no limit" as a number that no machine has.
+#: If there is no limit, version 1 writes a number of bytes that no machine has: this number or
+#: more.
 _NO_LIMIT = 1 << 60
 
 
@@ -57,7 +59,8 @@ def group_of(pid: int | str = "self", root: Path = Path("/")) -> ControlGroup | 
             continue
         top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
         folder = top / path.strip("/")
-        # In a container /proc may give the path on the host. The folder of the group is then `top`.
+        # In a container, /proc may have the path of the group on the host. The folder of the group
+        # is then `top`.
         for place in (folder, top):
             if any((place / name).exists() for names in _FILES for name in names):
                 return ControlGroup(place, top)
@@ -65,7 +68,7 @@ def group_of(pid: int | str = "self", root: Path = Path("/")) -> ControlGroup | 
 
 
 def peak_memory(pid: int | str = "self", root: Path = Path("/")) -> int:
-    """Return the most bytes of memory that a process has held at once; 0 if unknown."""
+    """Return the largest number of bytes of memory that a process has held; 0 if unknown."""
     text = text_or_empty(root / f"proc/{pid}/status")
     found = re.search(r"^VmHWM:\s+(\d+) kB", text, re.MULTILINE)
     return int(found[1]) * 1024 if found else 0

@@ -1,4 +1,4 @@
-"""Environment variables: the tuning of MPI, ULFM, and the folders that runs share."""
+"""Environment variables: settings of MPI, ULFM, and the folders that several runs share."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ _MPI_SETTINGS = (
 )  # fmt: skip
 
 
-#: `mpidist launch` passes these to its ranks: the folder of this attempt, a folder for copies of
-#: the state in the memory of each host, and the folder of the attempt that hands its run over.
+#: Variables that `mpidist launch` sets for its ranks: the folder of this attempt, a folder for
+#: copies of the state in the memory of each host, and the folder of the earlier attempt that hands
+#: its run over.
 ATTEMPT_FOLDER, MEMORY_FOLDER = "MPIDIST_ATTEMPT_FOLDER", "MPIDIST_MEMORY_FOLDER"
 ATTEMPT_BEFORE = "MPIDIST_ATTEMPT_BEFORE"
 
 
 def attempt_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder of this attempt of `mpidist launch`; None without this command."""
+    """Return the folder of this attempt of `mpidist launch`; None without `mpidist launch`."""
     return Path(environ[ATTEMPT_FOLDER]) if ATTEMPT_FOLDER in environ else None
 
 
 def attempt_before(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder of the attempt that hands its run over to this one; None for none."""
+    """Return the folder of the attempt that hands its run over to this attempt, or None."""
     return Path(environ[ATTEMPT_BEFORE]) if ATTEMPT_BEFORE in environ else None
 
 
 def job_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder that all attempts of `mpidist launch` share; None without this command."""
+    """Return the folder that all attempts of `mpidist launch` share; None without this launcher."""
     return Path(environ[ATTEMPT_FOLDER]).parent if ATTEMPT_FOLDER in environ else None
 
 
@@ -42,10 +43,10 @@ def memory_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     return Path(environ[MEMORY_FOLDER]) if MEMORY_FOLDER in environ else None
 
 
-#: The oldest Open MPI whose ranks go on after a death.
+#: The oldest Open MPI whose ranks can continue after a rank has died.
 WITH_ULFM = 5, 0, 11
 
-#: Why and what instead, for a job that cannot survive a death.
+#: What to do if a job cannot survive the death of a rank; the end of error texts.
 _CURE = "use mpidist launch, which starts the job again from the newest checkpoint"
 
 
@@ -79,7 +80,7 @@ def has_ulfm(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def may_have_ulfm(version: str) -> bool:
-    """Return whether the text with which a library or a launcher names itself is new enough."""
+    """Return whether `version`, the text of a library or launcher, is new enough for ULFM."""
     found = re.search(r"\bOpen MPI\)? v?(\d+)\.(\d+)\.(\d+)", version)
     return found is not None and tuple(map(int, found.groups())) >= WITH_ULFM
 
@@ -109,6 +110,6 @@ _ONE_HOST = (
 def is_on_one_host(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the launcher says that all ranks of the job are on one host."""
     for here, everywhere in _ONE_HOST:
-        if here in environ:  # Slurm's variables may be those of the batch script around mpirun
+        if here in environ:  # Slurm's variables may belong to the batch script that calls mpirun
             return environ[here] == environ.get(everywhere)
     return False

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 def _first(name: str, number: int | None, about: dict) -> None:
     global _act
-    from .faults import read_faults  # loaded only if a fault is asked for
+    from .faults import read_faults  # loaded only if a fault is requested
 
     _act = read_faults(os.environ)
     _act(name, number, about)
@@ -34,8 +34,8 @@ def fault_point(name: str, number: int | None = None, **about) -> None:
     name : str
         A name from the list in docs/faults.md, or a name that a test has chosen.
     number : int, optional
-        The number with which ``:NUMBER`` in MPIDIST_FAULT is compared. The default is how often
-        this process has reached the point.
+        The number with which ``:NUMBER`` in MPIDIST_FAULT is compared. The default is the number of
+        times that this process has reached the point.
     file : path or descriptor, optional
         The file that ``flip`` and ``truncate`` damage.
     """

@@ -43,7 +43,7 @@ _KEYS = ("rank", "seed", "attempt", "ms", "code")
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: what it does, and at which point, number, rank and attempt. None means any."""
+    """One fault: its action, point, number, rank and attempt; None means any number and so on."""
 
     action: str
     point: str
@@ -99,7 +99,7 @@ def _whole(text: str, name: str, value: str) -> int | None:
 
 
 def read_faults(environ: Mapping[str, str]) -> Injector:
-    """Return an `Injector` of the faults that the environment variables of this process ask for.
+    """Return an `Injector` of the faults that the environment variables of this process describe.
 
     Raises
     ------
@@ -138,12 +138,12 @@ class Injector:
                 act(fault, f"{name}:{number} on rank {self.rank}", about or {})
 
     # The points below are functions that run often, or that belong to other folders of the package.
-    # These functions contain no `fault_point`: if a fault names such a function, the function is
-    # wrapped.
+    # These functions contain no call of `fault_point`. If a fault names such a function, the
+    # function is replaced by a wrapper.
 
     def _wrap(self) -> None:
-        # A module that is not loaded yet is wrapped at a later point. Loading it here could start
-        # MPI before the program starts it.
+        # If the module is not loaded yet, the function is wrapped at a later point. Loading the
+        # module here could start MPI before the program starts it.
         asked = {fault.point for fault in self.faults}
         on_files = {name for name in asked if name.startswith("file.")}
         files = sys.modules.get("mpidist.checkpoint.storage.files")
@@ -175,7 +175,7 @@ class Injector:
 
 
 def act(fault: Fault, where: str, about: Mapping) -> None:
-    """Inject one fault. The function returns only if the fault lets the process go on."""
+    """Inject one fault. The function returns only if the process continues after the fault."""
     os.write(2, f"mpidist: fault: {fault.action} at {where}\n".encode())
     match fault.action:
         case "kill":

@@ -1,7 +1,8 @@
-"""The free memory of a host: how much a process may still allocate, and what dead jobs have left.
+"""The memory that a process may still allocate, and memory that dead jobs have not freed.
 
-`mpidist launch` and its ranks keep copies of the state in a folder of /dev/shm. If all of them are
-killed, the copies stay behind on each host, until a later job of the same user begins there.
+`mpidist launch` and its ranks keep copies of the state in a folder of /dev/shm. If `mpidist launch`
+and all ranks are killed, the copies stay on each host, until a later job of the same user begins
+there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _CACHES = ("active", "inactive")
 
 #: The beginning of the name of a folder for copies, and the file in it that names its launcher.
 COPIES, OWNER = "mpidist-copies-", "owner"
-#: Seconds after which a folder is stale whose launcher was on another host. Living ranks touch it.
+#: If the launcher was on another host, a folder is stale after this many seconds without a change;
+#: living ranks update its time.
 STALE = 60 * TOUCHED_EVERY
 
 

@@ -1,10 +1,10 @@
-"""Heartbeats: each rank writes to a file that it lives, its step, and whether it has left.
+"""Heartbeats: each rank records in a file that it lives, its step, and whether it has left.
 
 The command `mpidist launch` reads the heartbeat files of all ranks. The folder of each attempt to
 run the job has one heartbeat file per rank. The file is mapped into memory, so recording a step
-costs one store to memory, and the launcher can read the newest step even after a SIGKILL. A thread
-that does not use MPI increments a counter in the file, and checks whether this attempt is over and
-whether the launcher still runs. Examples of files:
+costs one store to memory, and the launcher can read the newest step even after a SIGKILL. A thread,
+which does not use MPI, increments a counter in the file. The thread also checks whether this
+attempt is over, and whether the launcher still runs. Examples of files:
 
     rank 0   beat 41  step 812  left      the rank has ended by itself
     rank 1   beat 37  step 811            the rank was killed or is stopped
@@ -13,9 +13,9 @@ whether the launcher still runs. Examples of files:
 
 The exit code of ``mpiexec`` alone proves nothing: the ``mpiexec`` of Open MPI, run with fault
 tolerance, returns 0 even after a rank was killed. A rank that ends by itself writes "left" to its
-file, and a rank that is killed cannot write it. When all living ranks have met for the last time,
-each of them writes its exit code, too. If a job goes on when ranks die, only these exit codes show
-that it has succeeded.
+file; a rank that is killed cannot do this. When all living ranks have reached the end of the job
+together, each of them writes its exit code, too. If a job continues when ranks die, only these exit
+codes show that the job has succeeded.
 """
 
 from __future__ import annotations
@@ -43,22 +43,24 @@ from .process_table import born, is_running
 FOLDER, ATTEMPT, LAUNCHER = ATTEMPT_FOLDER, "MPIDIST_ATTEMPT", "MPIDIST_LAUNCHER"
 #: The file that `mpidist launch` makes in the attempt's folder when the attempt is over.
 OVER = "over"
-#: The file in the attempt's folder that appears when the program begins on any rank.
+#: The file that appears in the attempt's folder as soon as the program has begun on some rank.
 BEGUN = "begun"
-#: The file that contains the text which identifies the launcher of the attempt.
+#: The file with the text that identifies the launcher of the attempt.
 LAUNCHER_FILE = "launcher"
-#: Files of a hand-over to another attempt (`fault_tolerance.hand_over`), in the folder of the first
-#: attempt: it can hand its run over, is asked to, has done so. The last is a symbolic link, whose
-#: target is the decision which attempt goes on.
+#: Files in the folder of an attempt that hands its run over to another attempt
+#: (`fault_tolerance.hand_over`). The first file says that the attempt can hand its run over, the
+#: second file asks it to hand the run over, and the third file is the decision. The third file is a
+#: symbolic link, and its target is a text that says which attempt continues.
 CAN, ASKED, HANDED, DECIDED = "can-hand-over", "hand-over", "handed-over", "decided"
-#: The file in the folder of the other attempt that says that all its ranks are ready.
+#: The file in the folder of the other attempt which says that all ranks of that attempt are ready.
 READY = "ready"
-#: Where the state is: in the memory of the only host, or in the checkpoint store. And the decision
-#: that the first attempt keeps its run.
+#: The possible decisions: the state is in the memory of the only host; the state is in the
+#: checkpoint store; the first attempt keeps its run.
 IN_MEMORY, IN_STORE, KEPT = "memory", "store", "kept"
 #: The exit code of a rank that ends itself because its attempt (start of the job) is over.
 ORPHAN = 70
-#: Seconds between two heartbeats of a rank, and between two new times of the folder for copies.
+#: Seconds between two heartbeats of a rank, and between two updates of the time of the folder for
+#: copies.
 INTERVAL, TOUCHED_EVERY = 1.0, 60.0
 
 _BEAT, _STEP, _FIRST, _LEFT, _PID, _HEARD, _FAILED, _PEAK, _KILLS = range(9)
@@ -74,17 +76,18 @@ class Sign(NamedTuple):
     `first` is the number of the step with which this attempt to run the job began.
 
     `heard` is true if a signal has asked the rank to end, and `failed` is true if an error of the
-    rank ends the job. `peak` is the most bytes of memory that the rank has held. `limit` is the
-    memory limit in bytes of the rank's control group, or 0 for none. `kills` is the number of
-    processes of the control group that the kernel has killed so far for lack of memory, and
-    `kills_before` is that number when the rank began; both are -1 if unknown. `group` is a number
-    that identifies the control group on its host. `pid` and `born` (the start time of the process)
-    together identify the process on its host, unless a container has a pid namespace of its own.
+    rank ends the job. `peak` is the largest number of bytes of memory that the rank has held.
+    `limit` is the memory limit in bytes of the rank's control group, or 0 if there is no limit.
+    `kills` is the number of processes of the control group that the kernel has killed so far for
+    lack of memory, and `kills_before` is that number when the rank began; both are -1 if unknown.
+    `group` is a number that identifies the control group on its host. `pid` and `born` (the start
+    time of the process) together identify the process on its host, unless a container has a pid
+    namespace of its own.
 
     `code` is the exit code of a rank that has left together with all living ranks, else -1.
     `deaths` is how many deaths of other ranks this rank has survived. If a rank without new
     heartbeats has survived fewer deaths than the others, it is dead itself. `gave_up` is 1 if this
-    rank could not go on after a death, so that the attempt must end.
+    rank could not continue after a death, so that the attempt must end.
     """
 
     rank: int
@@ -144,7 +147,7 @@ class Pulse:
         self.flush()
 
     def flush(self) -> None:
-        """Make other hosts see what this rank has written."""
+        """Make visible on other hosts what this rank has written."""
         with contextlib.suppress(OSError):
             self._map.flush()
 
@@ -157,7 +160,8 @@ class Pulse:
                 with contextlib.suppress(OSError):
                     os.utime(self._copies)
             if self._is_over():
-                # The next attempt may run already, so this attempt must write nothing any more.
+                # The next attempt may already run, so this attempt must not write anything any
+                # more.
                 os.write(2, b"mpidist: this attempt is over for its launcher; the rank ends\n")
                 os._exit(ORPHAN)
             if not is_at_work(self._launcher, elsewhere=True):
@@ -190,8 +194,8 @@ def join(environ: Mapping[str, str] | None = None) -> None:
     environ = os.environ if environ is None else environ
     if _pulse is not None or FOLDER not in environ:
         return
-    # If the file exists already, this process is not a rank but was started by one, and has
-    # inherited the rank's environment.
+    # If the file exists already, this process is not a rank: a rank has started this process, which
+    # has inherited the rank's environment.
     with contextlib.suppress(FileExistsError):
         rank, launcher = rank_hint(environ), environ.get(LAUNCHER, "")
         _pulse = Pulse(Path(environ[FOLDER]), rank, launcher, memory_folder(environ))
@@ -200,7 +204,7 @@ def join(environ: Mapping[str, str] | None = None) -> None:
 
 
 def _be_silent() -> None:
-    """Write no heartbeats in a forked process, which is not a rank."""
+    """Stop the heartbeats in a forked process, because it is not a rank."""
     global _pulse
     if _pulse is not None:
         atexit.unregister(_pulse.leave)
@@ -228,8 +232,8 @@ def note_steps(step: int) -> None:
 def longest_step() -> float | None:
     """Return the longest time in seconds from one step to the next, saves included.
 
-    Returns None as long as it is unknown. The current step is not counted, because a rank calls
-    this function when a death has interrupted that step.
+    Returns None as long as this time is unknown. The current step is not counted, because a rank
+    calls this function when a death has interrupted the current step.
     """
     global _step_ended
     _step_ended = None
@@ -255,7 +259,7 @@ def fail() -> None:
 
 
 def note_exit(code: int) -> None:
-    """Write to the heartbeat file that this rank ends with exit code `code`, with all living ranks.
+    """Write to the heartbeat file that all living ranks end, and this rank with exit code `code`.
 
     Does nothing without `mpidist launch`.
     """
@@ -283,17 +287,18 @@ def give_up() -> bool:
 
 
 def tell_launcher(name: str, text: str = "") -> None:
-    """Give `mpidist launch` a message: write the file `name` to the folder of this attempt."""
+    """Send `mpidist launch` a message: write the file `name` to the folder of this attempt."""
     folder = attempt_folder()
     if folder is not None:
         (folder / name).write_text(text, encoding="utf-8")
 
 
 def make_decision(folder: Path, text: str) -> bool:
-    """Make the decision `text`; return whether it is the decision, or somebody has made another."""
+    """Make the decision `text`; return False if another process has made another decision."""
     try:
-        # A link is made together with its text. A file could stay empty, because its maker is
-        # killed or the disk is full, and then all would wait for ever.
+        # A symbolic link is made in one step together with its text. A file could stay empty,
+        # because the process that makes it is killed or the disk is full. Then all processes would
+        # wait for the decision for ever.
         (folder / DECIDED).symlink_to(text)
     except FileExistsError:
         return decision(folder) == text
@@ -301,7 +306,7 @@ def make_decision(folder: Path, text: str) -> bool:
 
 
 def decision(folder: Path) -> str:
-    """Return the decision, or "" as long as there is none."""
+    """Return the text of the decision, or "" as long as there is no decision."""
     with contextlib.suppress(OSError):
         if has(folder, DECIDED):
             return str((folder / DECIDED).readlink())
@@ -309,20 +314,21 @@ def decision(folder: Path) -> str:
 
 
 def launched_by(environ: Mapping[str, str] | None = None) -> str:
-    """Return the `launcher_id` of the `mpidist launch` of this process, or "" if there is none."""
+    """Return the `launcher_id` of the `mpidist launch` that started this process, or ""."""
     return (os.environ if environ is None else environ).get(LAUNCHER, "")
 
 
 def is_launched() -> bool:
     """Return whether the `mpidist launch` that started this process still runs.
 
-    Returns true if this cannot be seen: the launcher is on another host, or there is none.
+    Returns true if this is not known, because the launcher is on another host, or if there is no
+    launcher.
     """
     return is_at_work(launched_by(), elsewhere=True)
 
 
 def attempt(environ: Mapping[str, str] | None = None) -> int:
-    """Return how often `mpidist launch` had started this job before this attempt."""
+    """Return how many attempts of `mpidist launch` to run this job came before this attempt."""
     return int((os.environ if environ is None else environ).get(ATTEMPT, "0"))
 
 
@@ -353,7 +359,7 @@ def read_heartbeats(folder: Path) -> list[Sign]:
     for path in folder.glob("rank-*"):
         with contextlib.suppress(OSError, ValueError):
             data = path.read_bytes()
-            if len(data) == _BYTES:  # otherwise the rank is just making the file
+            if len(data) == _BYTES:  # otherwise the rank is still making the file
                 beat, step, first, left, pid, heard, failed, *more = _NUMBERS.unpack_from(data)
                 host = data[_NUMBERS.size :].rstrip(b"\0").decode(errors="replace")
                 rank = int(path.name.partition("-")[2])

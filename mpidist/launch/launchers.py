@@ -1,8 +1,8 @@
 """Start an MPI program from a plain test: ``launch(4, [sys.executable, "prog.py"])``.
 
-The test process does not import MPI. The test process uses the launcher in the folder of the
-running interpreter, where the wheels of Open MPI and MPICH install their launchers. The ``mpiexec``
-of another MPI on PATH would start n programs of one rank each.
+The test process does not import MPI. It uses the launcher in the folder of the running interpreter,
+where the Python packages of Open MPI and MPICH install their launchers. The ``mpiexec`` of another
+MPI on PATH would start n programs of one rank each.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from .processes import Finished, Started
 #: Variables that a launcher sets for its ranks, and that a nested launcher must not inherit.
 _RANK_VARIABLES = ("PMIX_", "PMI_", "PMI2_", "OMPI_COMM_WORLD_", "PRTE_", "HYDI_")
 
-#: Settings for more ranks than cores: a rank that waits gives its core to other ranks. MPICH's
-#: plain sched_yield mostly gives it to another rank that waits, so these settings make MPICH sleep.
+#: Settings for more ranks than cores, with which a rank that waits lets other ranks use its core.
+#: By default MPICH calls sched_yield, and then usually another rank that waits gets the core. With
+#: these settings, MPICH sleeps instead.
 OPEN_MPI_YIELDS = {"mpi_yield_when_idle": "1"}
 MPICH_YIELDS = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "30"}
 
@@ -48,7 +49,7 @@ def find_launcher(python: str | os.PathLike | None = None) -> Path:
 
 @lru_cache
 def launcher_version(launcher: str) -> str:
-    """Return what a launcher says of its version."""
+    """Return the output of ``launcher --version``."""
     said = subprocess.run([launcher, "--version"], capture_output=True, text=True, timeout=30)
     return said.stdout
 
@@ -99,8 +100,8 @@ def launch_environment(
     """Return the environment of this process, updated by `env`, for a new launch.
 
     The variables that an outer launcher has set for its ranks are removed. PYTHONDONTWRITEBYTECODE
-    is removed unless `env` has it, because with it every start of every rank would compile all
-    modules again.
+    is removed unless `env` has it, because with this variable every rank would compile all modules
+    again at every start.
     """
     clean = {k: v for k, v in os.environ.items() if not k.startswith(_RANK_VARIABLES)}
     clean.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -146,8 +147,8 @@ def launch(
     env : mapping, optional
         Variables to add to the environment of this process.
     timeout : float
-        After so many seconds every process of the job is ended. The result then has ``timed_out``
-        true and ``returncode`` 124.
+        After this many seconds every process of the job is ended. In the result, ``timed_out`` is
+        then true and ``returncode`` is 124.
     cwd : path, optional
         The working directory of the ranks.
     mpi : path, optional

@@ -14,7 +14,7 @@ def stat_of(pid) -> list[str]:
 
 
 def born(pid) -> str | None:
-    """Return the time at which a process began; pid and time together identify the process."""
+    """Return the time at which a process began, as text; pid and time identify the process."""
     try:
         return stat_of(pid)[19]
     except (OSError, IndexError):

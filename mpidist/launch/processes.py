@@ -1,9 +1,9 @@
-"""Run child processes with a deadline and output to files, and leave none of their children alive.
+"""Run commands with a deadline and output to files; leave none of their processes alive.
 
 An MPI launcher is the root of a tree of processes. The leaves of the tree, the ranks, make their
 own process groups and outlive a killed launcher. To find them, `Started` puts a random mark into
 the environment of the launcher, and all processes of its tree inherit this mark. When the launcher
-has ended, `Started.finish` kills all processes that have the mark. No other process has it.
+has ended, `Started.finish` kills all processes that have the mark. No other process has the mark.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from .process_table import group_is_running
 #: The environment variable that marks all descendants of one start.
 MARK = "MPIDIST_TEST_MARK"
 
-#: The exit code reported for a command that was ended at its deadline, as timeout(1) does.
+#: The exit code that is reported for a command that was ended at its deadline; timeout(1) reports
+#: the same code.
 TIMED_OUT = 124
 
-#: The names of shared memory of Open MPI, UCX and MPICH. Other files there may hold users' data.
+#: The beginnings of the names of files in /dev/shm that Open MPI, UCX and MPICH make. Other files
+#: in /dev/shm may hold users' data.
 _MPI_SEGMENTS = ("sm_segment.", "vader_segment.", "ucx_shm_", "mpich_shm_")
 
-#: How the names of the session folders of Open MPI's launchers begin; the process id follows.
+#: The beginnings of the names of session folders of Open MPI's launchers; the process id follows.
 _SESSIONS = ("ompi", "prterun", "prted", "(null)")
 
 
@@ -74,8 +76,8 @@ class Started:
         The working directory of the command.
     sweep : bool
         Mark all descendants. When the command has ended, kill all descendants that still run.
-        `sweep` must be false for ``sbatch``, whose jobs inherit its environment and outlive it.
-    session : bool
+        `sweep` must be false for ``sbatch``, because its jobs inherit its environment and continue
+    after ``sbatch`` has ended. session : bool
         Call `remove_session` with the pid of the command. `session` must be false in a private
         process namespace, where a running launcher may have the same pid.
     """
@@ -144,7 +146,7 @@ class Started:
         except subprocess.TimeoutExpired:
             timed_out = True
         finally:
-            # No process may stay behind, also after KeyboardInterrupt.
+            # No process may be left running, even after KeyboardInterrupt.
             self._end()
             _alive.discard(self)
         code = TIMED_OUT if timed_out else self.process.returncode
@@ -161,8 +163,8 @@ class Started:
         segments = mpi_segments(marked(self.mark)) if self.mark else set()
         if late := self.process.poll() is None:
             # After SIGTERM a launcher removes its folders and ends its own ranks. The whole process
-            # group gets the signal, because the started process may only enter a namespace, and run
-            # the launcher as its child.
+            # group gets the signal, because the started process may be a program that only enters a
+            # namespace, and the launcher may be its child.
             self._signal(signal.SIGTERM)
             deadline = time.monotonic() + 2
             while self._signal(0) and group_is_running(self.pid) and time.monotonic() < deadline:
@@ -188,7 +190,7 @@ class Started:
 
 
 def kill_all() -> None:
-    """Kill all commands that are started and not finished. A signal handler may call this function.
+    """Kill all commands that are started and not finished. Signal handlers may call this.
 
     This function does not wait for the end of the commands. A thread that waits in `Started.finish`
     returns when the command has ended.
@@ -218,7 +220,7 @@ def marked(mark: str, variable: str = MARK) -> list[int]:
 
 
 def signal_all(pids: Sequence[int], number: int) -> None:
-    """Send a signal so that several processes get it as if at once, even if sending is slow.
+    """Send a signal to several processes; none of them runs before all have got the signal.
 
     All the processes are stopped (SIGSTOP) until the signal has been sent to each of them. Without
     SIGSTOP, a job that ends when its first rank gets the signal could be over before its last
@@ -287,8 +289,8 @@ def end_marked(mark: str, patience: float = 5, variable: str = MARK) -> None:
     """Kill every process that has inherited `mark`, and wait until all have ended."""
     deadline = time.monotonic() + patience
     while (pids := marked(mark, variable)) and time.monotonic() < deadline:
-        # The newest process first, because the kernel continues a stopped rank whose launcher has
-        # ended.
+        # The newest process is killed first, because the kernel continues a stopped rank when its
+        # launcher has ended.
         for pid in sorted(pids, reverse=True):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

@@ -25,7 +25,8 @@ from .claims import check_launcher, check_singletons, mpi_name, network_for
 _MUST_AGREE = ("mpidist", "Python", "numpy", "mpi4py", "MPI", "h5py", "HDF5", "cupy")
 _SHOULD_AGREE = ("CUDA driver", "CPU")
 
-#: The vector units that decide which kernels NumPy picks. Other flags do not change results.
+#: The CPU flags (vector instructions) that decide which kernels NumPy uses. Other flags do not
+#: change results.
 _CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "asimd", "sve")
 
 
@@ -80,7 +81,8 @@ def compare(
 ) -> str | None:
     """Return one line that names the different versions, their hosts, and the cure; None if equal.
 
-    If a rank does not report the version of a package, its version of that package is not compared.
+    If a rank does not report the version of a package, the rank is left out of the comparison of
+    this package.
     """
     differing = []
     for key in keys:
@@ -89,7 +91,7 @@ def compare(
             if key in facts:
                 hosts.setdefault(facts[key], {})[facts["host"]] = None
         if len(hosts) > 1:
-            # The rarest version stands last, because most often it is the wrong one.
+            # The rarest version comes last, because it is most often the wrong one.
             parts = sorted(hosts.items(), key=lambda item: -len(item[1]))
             differing.append(f"{key} " + " but ".join(f"{v} on {_some([*n])}" for v, n in parts))
     if not differing:
@@ -121,8 +123,8 @@ def check_launch(
     facts : mapping, optional
         The `versions_fingerprint` of this rank, if the caller has added entries to it.
     problem : str, optional
-        A text that says why this rank cannot go on. If rank 0 has a problem, rank 0 has printed it
-        before this call.
+        A text that says why this rank cannot continue. If rank 0 has a problem, rank 0 has printed
+        it before this call.
 
     Raises
     ------
@@ -133,8 +135,8 @@ def check_launch(
     from mpi4py import MPI
 
     check_singletons(MPI.COMM_WORLD.size, environ, MPI.Get_library_version())
-    # The versions travel as JSON and not as pickles, because other versions of Python or NumPy may
-    # fail to read pickles.
+    # The versions are sent as JSON and not as pickles, because other versions of Python or NumPy
+    # may fail to read the pickles.
     mine = json.dumps({**(facts or versions_fingerprint()), "problem": problem}).encode()
     everyone = [json.loads(text) for text in comm.allgather(mine)]
     for rank, one in enumerate(everyone):
@@ -154,7 +156,8 @@ def initialize(environ: MutableMapping[str, str]):
 
     `environ` is ``os.environ``, to which `network_for` may add variables. The commands of mpidist
     call this function before any module imports ``mpi4py.MPI``, which would call MPI_Init without
-    the checks. MPI is finalised at exit, after all exit handlers that are registered later.
+    the checks. At exit, MPI is finalised after all exit handlers that were registered after this
+    call.
     """
     import atexit
 
@@ -169,7 +172,8 @@ def initialize(environ: MutableMapping[str, str]):
         check_launcher(environ, library)
         environ.update(network_for(environ, library))
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        # Handlers run last in, first out, so this handler runs after those registered later.
+        # Exit handlers that are registered later run earlier, so this handler runs after all of
+        # them.
         atexit.register(_finalize)
         # A process that a rank forks is not a rank of the job.
         os.register_at_fork(after_in_child=lambda: atexit.unregister(_finalize))

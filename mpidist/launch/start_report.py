@@ -13,8 +13,8 @@ from .claims import mpi_name
 def startup_line(comm, topology, environ: Mapping[str, str], *more: str) -> str:
     """Return a line with hosts, ranks per host, devices, MPI and transport. Collective over `comm`.
 
-    `more` has further texts to append to the line, such as the folder of the data or the size of
-    the model.
+    `more` are further texts that are appended to the line, such as the folder of the data or the
+    size of the model.
     """
     from mpi4py import MPI  # imported late, because the checks of the launcher come before MPI_Init
 

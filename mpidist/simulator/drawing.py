@@ -13,9 +13,10 @@ from .network_model import Problem
 from .simulate import Reduced, Sent, simulate
 from .two_levels import builder, with_node_phases
 
-#: Most ranks that a picture over time still shows clearly.
+#: The largest number of ranks that a picture over time shows clearly.
 MOST_RANKS = 64
-#: Most messages of a picture with arrows: more arrows would hide the bars.
+#: The largest number of messages for which a picture has arrows, because more arrows would hide the
+#: bars.
 MOST_ARROWS = 300
 _SEND, _REDUCE, _ARROW = "#4878a8", "#e08a3c", "#404040"
 
@@ -46,7 +47,7 @@ def check_picture(file: str | Path, size: int) -> None:
 def picture(file: str | Path, name: str, problem: Problem) -> None:
     """Draw what each rank does over time in the simulated schedule, one row per rank.
 
-    A blue bar is a message on the network, an orange bar a reduction. If there are at most
+    A blue bar is a message on the network, and an orange bar is a reduction. If there are at most
     `MOST_ARROWS` messages, an arrow for each message begins at the sender when the first byte
     leaves, and ends at the receiver when the last byte arrives.
     """

@@ -17,7 +17,7 @@ def check_figure_file(file: str | Path) -> None:
 
 def figure_and_patch() -> tuple[Any, Any]:
     """Return matplotlib's Figure and Patch; raise ConfigError if matplotlib is missing."""
-    # Figure without pyplot: no window system, no global state.
+    # Figure is used without pyplot, so no window system and no global state are needed.
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch

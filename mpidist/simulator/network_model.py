@@ -2,14 +2,14 @@
 
 The model is LogGP (Alexandrov, Ionescu, Schauser, Scheiman, SPAA 1995) with some more parameters:
 
-    call         per collective call, before its first step              Python
-    overhead     per message, at the sender and again at the receiver    Python and MPI
-    latency      from the time a last byte leaves a node to its arrival  wire and kernel
+    call         per collective call, before its first step              time of Python
+    overhead     per message, at the sender and again at the receiver    time of Python and MPI
+    latency      from the time a last byte leaves a node to its arrival  time of wire and kernel
     gap          per byte on a node's link, each way (full duplex); the ranks of a node share it
-    burst, peak  an idle link takes `burst` bytes at `peak` per byte     token buckets
-    crossing     share of a long message's time that a message in the other direction between
-                 the same two ranks has to wait: on one connection the answer that a long message
-                 needs queues behind the data that goes the same way
+    burst, peak  an idle link sends `burst` bytes at `peak` per byte     see below
+    crossing     a long message waits for this share of the time of a long message in the other
+                 direction between the same two ranks: on one connection, the receiver's answer
+                 for which a long message waits queues behind the data of the other message
     node_*       latency and gap between two ranks of one node
     reduction    per byte reduced
 
@@ -29,7 +29,7 @@ from ..errors import ConfigError, nearest
 
 
 class NetworkModel(NamedTuple):
-    """Times in seconds or seconds per byte; `burst` is in bytes, `crossing` a share of a time."""
+    """Times in seconds or seconds per byte. `burst` is in bytes, and `crossing` has no unit."""
 
     latency: float = 2e-6
     gap: float = 1e-9
@@ -39,7 +39,7 @@ class NetworkModel(NamedTuple):
     burst: float = 0.0
     peak: float = 0.0
     crossing: float = 0.0
-    #: Whether messages into a node are limited by `gap`, like messages out of it. False if only
+    #: Whether messages into a node are limited by `gap`, like messages out of a node. False if only
     #: senders are limited.
     incoming: bool = True
     node_latency: float = 1e-6

@@ -1,4 +1,4 @@
-"""`predict` simulates the cost of an algorithm by the quickest method that is exact."""
+"""`predict` simulates the cost of an algorithm by the fastest method that is exact."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from .network_model import Cost, Problem
 from .rank_classes import CLASSES
 from .two_levels import HIERARCHICAL, builder, lane_algorithm, with_node_phases
 
-#: Largest number of ranks for which every schedule is simulated rank by rank.
+#: Up to this number of ranks, every schedule is simulated rank by rank.
 ENUMERATED = 64
-#: Most steps of a larger schedule to simulate rank by rank: this takes some ten seconds.
+#: For more ranks, a schedule is simulated rank by rank if it has at most this many steps, which
+#: takes about ten seconds.
 MAX_STEPS = 1_000_000
 
 
@@ -46,8 +47,8 @@ def predict(name: str, problem: Problem, *, fast: bool | None = None) -> Cost:
         problem = with_node_phases(name, problem)
         lane = lane_algorithm(problem.nbytes // ranks_per_node)
     quick = size > ENUMERATED if fast is None else fast
-    # In a ring of two nodes the messages cross, since both neighbours are the same node. In larger
-    # rings they do not.
+    # In a ring of two nodes, messages in both directions are between the same two nodes, and so
+    # they delay each other. In larger rings they do not.
     if quick and lane == "ring" and size // ranks_per_node > 2:
         _check_full(problem)
         n = _equal(n, size)

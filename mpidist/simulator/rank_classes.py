@@ -21,7 +21,7 @@ from ..collectives.schedules.schedule import Step, length
 
 
 class Class(NamedTuple):
-    """One class: its ranks, the steps of its first rank, and each step's peers for all ranks."""
+    """One class: its ranks, the steps of its first rank, and each step's peer on every rank."""
 
     ranks: np.ndarray
     steps: list[Step]
@@ -49,14 +49,14 @@ def of_tree(size: int, n: int, itemsize: int) -> list[Class]:
 
 
 def of_butterfly(build: Callable, size: int, n: int, itemsize: int) -> list[Class]:
-    """Return a butterfly's classes: ranks left out of it, partners of these ranks, all others."""
+    """Return a butterfly's classes: ranks outside of it, partners of these ranks, all others."""
     power = 1 << (size.bit_length() - 1)
     rest = size - power
     ranks = np.arange(size)
     folded = ranks < 2 * rest
     members = np.concatenate([ranks[: 2 * rest : 2], ranks[2 * rest :]])
-    # The number of each rank in the inner butterfly. A rank that is left out has the number of its
-    # partner.
+    # The number of each rank in the butterfly. A rank outside of the butterfly has the number of
+    # its partner.
     inner = np.where(folded, ranks // 2, ranks - rest)
     result = []
     for chosen in (folded & (ranks % 2 == 1), folded & (ranks % 2 == 0), ~folded):
@@ -85,7 +85,7 @@ def of_double_tree(size: int, n: int, itemsize: int) -> list[Class]:
     result = []
     for shape, members in alike.items():
         # The table has the peers of every rank of the class, one row per rank. The steps are built
-        # once, with the numbers of the table's columns in place of peers.
+        # once; instead of a peer, each step has the number of a column of the table.
         table = np.array(
             [
                 [q for here in places for q in (here.parent, *here.children) if q is not None]
@@ -110,8 +110,8 @@ def _halved(build: Callable, size: int, n: int, itemsize: int) -> list[Class]:
     return of_butterfly(partial(build, itemsize=itemsize), size, n, itemsize)
 
 
-#: Algorithms with few classes of ranks. Those that halve the vector need n as a multiple of the
-#: largest power of two that is not above p.
+#: Algorithms with few classes of ranks. For algorithms that halve the vector, n must be a multiple
+#: of the largest power of two that is not above p.
 CLASSES: dict[str, Callable[[int, int, int], list[Class]]] = {
     "tree": of_tree,
     "double_tree": of_double_tree,

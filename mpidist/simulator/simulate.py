@@ -2,8 +2,8 @@
 
 The steps of a schedule have the same dependencies as in a real run, so messages and additions
 overlap in the simulation exactly where they can overlap in a real run. If several steps need the
-same link, sender, receiver or processor, they get it in the order of the schedule: by round, then
-by position in the list of steps, then by rank. Each simulated time is the maximum of a few earlier
+same link, sender, receiver or processor, they use it one after the other: sorted by round, then by
+position in the list of steps, then by rank. Each simulated time is the maximum of a few earlier
 times plus a cost, so one pass over the rounds computes all times. `vector_simulator` computes the
 same times for many similar ranks at once.
 """
@@ -29,7 +29,7 @@ from .network_model import Cost, Problem
 
 
 class Sent(NamedTuple):
-    """A simulated message, with the times at which it begins to leave, has left, and arrives."""
+    """A simulated message: the times at which it begins to leave, has left, and has arrived."""
 
     source: int
     target: int
@@ -57,7 +57,7 @@ def simulate(build: Callable, problem: Problem, trace: list | None = None) -> Co
 
 
 def summary(plans: Sequence[list[Step]], itemsize: int, seconds: float) -> Cost:
-    """Return the cost of the ranks' steps in `plans`; each count is the largest of any rank."""
+    """Return the cost of the ranks' steps in `plans`; each count is the maximum over the ranks."""
     sends = [[length(s.source) for s in steps if s.kind == SEND] for steps in plans]
     sums = [
         sum(length(s.target) for s in steps if s.kind in (REDUCE, REDUCE_LEFT)) for steps in plans
@@ -74,9 +74,9 @@ def summary(plans: Sequence[list[Step]], itemsize: int, seconds: float) -> Cost:
 def run(plans: Sequence[list[Step]], problem: Problem, trace: list | None = None) -> float:
     """Return the mean seconds of an allreduce, from its start until the last rank is done.
 
-    `plans` has the list of steps of each rank. If all nodes do the same, as in a ring, the steps of
-    the first node's ranks are enough. If only the first node's ranks are simulated, a message
-    to another node goes to the rank of the first node with the same local rank.
+    `plans` has the list of steps of each rank. If all nodes do the same, as in a ring, `plans` may
+    have the steps of the first node's ranks only. A message to another node then goes to the rank
+    of the first node that has the same local rank.
     """
     machine = _Machine(problem, len(plans))
     ranks = [_Rank(steps) for steps in plans]
@@ -109,7 +109,7 @@ class _Rank:
         self.needs = self.compiled.needs.copy()
 
     def take(self, i: int) -> float:
-        """Return when step `i` begins; the next send (or receive) with its peer may then begin."""
+        """Return when step `i` begins; then the next send (or receive) with its peer may begin."""
         if self.needs[i]:
             raise ScheduleError(f"{self.compiled.steps[i]} needs the data of a later step")
         for k in self.compiled.followers[i]:
@@ -158,8 +158,9 @@ class _Machine:
             start, before = begin, self.out[node]
             if nbytes > LONG:
                 start = max(begin, self.crossed.pop((source, target), 0.0))
-            # `out` is when the link would be free at its long-term rate. A full token bucket means
-            # that `out` is earlier than the start by the time of `burst` bytes, and never by more.
+            # `out` is the time at which the link would be free at its long-term rate. If the token
+            # bucket is full, `out` is earlier than the start by the time of `burst` bytes; it is
+            # never earlier than that.
             self.out[node] = max(before, start - net.burst * net.gap) + nbytes * net.gap
             self.fast[node] = max(self.fast[node], start) + nbytes * net.peak
             left = max(self.out[node], self.fast[node])
@@ -172,13 +173,13 @@ class _Machine:
         return max(start, min(before, left)), left, arrival
 
     def seen(self, source: int, target: int) -> tuple[int, int]:
-        """Return the simulated ranks in the places of `source` and `target`, shifted by nodes."""
+        """Return the simulated ranks that stand for `source` and `target` on other nodes."""
         here = target % self.simulated
         return (source - target + here) % self.problem.size, here
 
 
 def _send_all(round: int, ranks, machine: _Machine, trace) -> None:
-    """Send a round's messages: the first message of each rank, then the second of each, etc."""
+    """Send a round's messages: first the first message of each rank, then the second, and so on."""
     itemsize = machine.problem.itemsize
     sends = [
         (place, r, i, rank.compiled.steps[i].peer, length(rank.compiled.steps[i].source) * itemsize)

@@ -19,7 +19,7 @@ HIERARCHICAL = "hierarchical"
 
 
 def builder(name: str, ranks_per_node: int) -> Callable:
-    """Return the function that builds a schedule; ``hierarchical`` has one only between nodes."""
+    """Return the function that builds a schedule; for ``hierarchical``, only between nodes."""
     if name != HIERARCHICAL:
         return ALLREDUCE[name]
 

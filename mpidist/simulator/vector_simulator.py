@@ -51,7 +51,7 @@ class _Group:
 
     def begin(self, call: float) -> None:
         self.end = self.end + call
-        # Arrays are never written in place, so all steps can share this one.
+        # Arrays are never written in place, so all steps can share this array.
         self.ready: list = [self.end] * len(self.steps)
 
     def take(self, i: int) -> np.ndarray:
@@ -103,7 +103,7 @@ class _Machine:
         self.problem, self.network, size = problem, problem.network, problem.size
         self.sender, self.receiver, self.processor = (np.zeros(size) for _ in range(3))
         nodes = problem.node(size - 1) + 1
-        # The links of the nodes, and after them a lane of each rank for messages inside the node.
+        # First the links of the nodes, and then a lane for each rank, for messages inside its node.
         self.out, self.fast = np.zeros(nodes + size), np.zeros(nodes + size)
         self.into = np.zeros(nodes)
         self.nodes = nodes
@@ -156,7 +156,7 @@ def _send_all(round: int, groups, machine: _Machine) -> _Wires:
 
 
 def _in_turns(machine: _Machine, sources, targets, sizes, ready, waits) -> tuple:
-    """Send messages in the order of their senders; those that share no link are sent at once."""
+    """Send messages in the order of their senders; messages that share no link are sent at once."""
     problem = machine.problem
     left, arrival = np.empty(len(sources)), np.empty(len(sources))
     order = np.argsort(sources, kind="stable")
@@ -193,7 +193,7 @@ def _in_turns(machine: _Machine, sources, targets, sizes, ready, waits) -> tuple
 
 
 def _first(values: np.ndarray) -> np.ndarray:
-    """Return an array of bools, which are true where no earlier value is equal to this one."""
+    """Return, for each of `values`, whether no earlier value is equal to it."""
     result = np.zeros(len(values), bool)
     result[np.unique(values, return_index=True)[1]] = True
     return result

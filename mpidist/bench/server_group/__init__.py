@@ -1,4 +1,4 @@
 """Benchmarks of parameter servers: uneven steps, and sweeps over sizes, workers and servers.
 
-They have a folder of their own because a folder has at most 14 files.
+These benchmarks have a folder of their own because a folder has at most 14 files.
 """

@@ -1,4 +1,4 @@
-"""One step between workers and servers in plain mpi4py: what `push_pull` is compared with.
+"""One step of workers and servers in plain mpi4py, with which `push_pull` is compared.
 
 Each worker sends each server its part of the gradient. Each server adds up the parts, makes the
 same update as `sgd`, and sends its part of the parameters to all workers. This program checks

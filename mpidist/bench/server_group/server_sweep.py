@@ -1,13 +1,13 @@
 """`mpidist bench servers`: compare workers and servers with plain messages and an allreduce.
 
-In each round of a case, one after the other: a `push_pull` under BSP; the same bytes and update in
-plain mpi4py (`raw_exchange`); an allreduce of the gradients over the workers; and a whole step, in
-which a worker sleeps for its share of the computation and then calls `push_pull`. Sleeping ranks
-need no core, so the number of cores matters little. The time of a round is that of its slowest
-worker.
+In each round of a case, four things are timed one after the other: a `push_pull` under BSP; the
+same bytes and update in plain mpi4py (`raw_exchange`); an allreduce of the gradients over the
+workers; and a whole step, in which a worker sleeps for its share of the computation and then calls
+`push_pull`. Sleeping ranks need no core, so the result hardly depends on the number of cores. The
+time of a round is that of its slowest worker.
 
-If messages took no time, n workers would be n times as fast as one worker: this is the ideal
-speed-up.
+The ideal speed-up of n workers is n, because n workers would be n times as fast as one worker if
+messages took no time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .step_histogram import step_histogram
 
 
 class Case(NamedTuple):
-    """How many ranks work and serve; "colocated" servers are workers as well."""
+    """The numbers of workers and of servers; "colocated" servers are workers as well."""
 
     workers: int
     servers: int
@@ -50,13 +50,13 @@ def sweep_cases(
 ) -> list[Case]:
     """Return the cases that `size` ranks can run.
 
-    Without `workers` or `servers`, their numbers are 1, 2, 4 and so on; colocated servers are then
-    as many as the workers.
+    If `workers` (or `servers`) is None, the numbers 1, 2, 4 and so on are used. If `servers` is
+    None, there are as many colocated servers as workers.
 
     Raises
     ------
     ConfigError
-        No case fits the ranks.
+        When `size` ranks can run none of the cases.
     """
     doubled = [1 << k for k in range(size.bit_length()) if 1 << k <= size]
     found = []
@@ -79,8 +79,8 @@ def sweep_cases(
 def measure(comm, nbytes: int, case: Case, *, rounds: int, compute: float) -> dict | None:
     """Measure one case; return its row on rank 0, and None on others. Collective over `comm`.
 
-    `compute` is the seconds that one worker would need for the computation of a step of all
-    workers together.
+    `compute` is the time in seconds that one worker alone would need for the computation of a whole
+    step of all workers.
     """
     part = comm.Split(0 if comm.rank < case.ranks else MPI.UNDEFINED)
     if part == MPI.COMM_NULL:

@@ -1,4 +1,4 @@
-"""How long the steps of each rank took: a histogram whose bins are shares of the median step."""
+"""A histogram of the times of each rank's steps; the bins are shares of the median time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def step_histogram(seconds: np.ndarray | Sequence[Sequence[float]]) -> dict:
 
 
 def histogram_lines(histogram: dict) -> Iterator[str]:
-    """Yield a table: a line for each rank, and a column for each bin, with its end in ms."""
+    """Yield the lines of a table: a line for each rank, a column for each bin (its end in ms)."""
     ends = [f"<{edge / 1e3:.3g}" for edge in histogram["edges_us"]]
     yield "steps(ms)" + "".join(f"{end:>9}" for end in [*ends, "longer"])
     for rank, counts in enumerate(histogram["counts"]):

@@ -1,4 +1,4 @@
-"""``mpidist bench allreduce``: ``--explain`` shows auto's choices, ``--advise`` MPI settings."""
+"""The options ``--explain`` and ``--advise`` of ``mpidist bench allreduce``."""
 
 from __future__ import annotations
 
