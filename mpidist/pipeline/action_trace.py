@@ -1,7 +1,7 @@
 """Timelines of pipelines in Chrome's trace format, which chrome://tracing and Perfetto show.
 
-Each computation is an event of the kind ``X``. The number of its thread is the rank, and its times
-are in microseconds since the first event.
+Each computation is an event of the kind ``X`` (an event with a duration). The thread number of an
+event is the rank. Times are in microseconds since the first event.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 from ..errors import ConfigError
 from .pipeline_schedules import B, F, I, W
 
-#: The kinds of computations in words.
+#: kind of computation -> its name in the trace.
 LABELS = {F: "forward", B: "backward", I: "gradient of the input", W: "gradients of the weights"}
-#: The event of the log of a rank that has the computations of its newest step.
+#: The name of the event in the log of a rank that lists the computations of the rank's newest step.
 EVENT = "pipeline_step"
 
 
@@ -42,7 +42,7 @@ def chrome_trace(spans: Iterable[tuple[int, str, int, int, float, float]]) -> di
 def logged_spans(folder: Path) -> list[tuple[int, str, int, int, float, float]]:
     """Return the computations of the newest step in the logs of a run's folder.
 
-    Raises ConfigError if they have none.
+    Raises ConfigError if the logs contain no step.
     """
     found = []
     for file in sorted(folder.glob("events/rank-*.jsonl")):
@@ -57,14 +57,14 @@ def logged_spans(folder: Path) -> list[tuple[int, str, int, int, float, float]]:
             found += [(newest["rank"], *one) for one in newest["spans"]]
     if not found:
         raise ConfigError(
-            f"{folder}: no steps of a pipeline in events/rank-*.jsonl; give the folder of a run of "
-            '`mpidist train` with strategy.name = "pipeline" that has come to its end'
+            f"{folder}: no steps of a pipeline in events/rank-*.jsonl; give the folder of a "
+            'finished run of `mpidist train` with strategy.name = "pipeline"'
         )
     return found
 
 
 def write_trace(trace: dict, file: str | Path) -> None:
-    """Write a trace as JSON; raise ConfigError if that fails."""
+    """Write a trace to a file as JSON; raise ConfigError if the file cannot be written."""
     try:
         Path(file).write_text(json.dumps(trace) + "\n", encoding="utf-8")
     except OSError as error:

@@ -1,18 +1,18 @@
-"""What of an activation travels between stages: its memory as it lies, its shape and its strides.
+"""How an activation (the output of a layer) travels between stages: as bytes, shape and strides.
 
     buffer, shape, strides = to_wire(y)      # send buffer, which is one-dimensional, without a copy
     y = from_wire(buffer, shape, strides)    # what arrived, without a copy
 
 BLAS may add in another order if a factor of a matrix product is transposed. So an activation must
-keep the order of its axes in memory, or the bits of a pipeline differ from those of one rank.
-`Features`, for example, returns a transposed view: sent as a C-contiguous array, it changes LeNet's
-gradients by 1e-7 with OpenBLAS's kernels for AVX-512, and not at all with those for AVX2. The
-strides travel, and not only the order of the axes, because NumPy may choose the routine of a
-product by the stride of an axis of length 1. Gradients that go back through the stages are sent in
-the same way.
+keep the order of its axes in memory. Otherwise the results of a pipeline could differ in the last
+bits from the results of one rank. The layer `Features`, for example, returns a transposed view. If
+this view were sent as a C-contiguous array, LeNet's gradients would change by 1e-7 with OpenBLAS's
+kernels for AVX-512 (with the kernels for AVX2 they would not change). The order of the axes alone
+is not enough: NumPy may choose the routine of a product by the stride of an axis of length 1.
+Therefore the strides are sent. Gradients that go back through the stages are sent in the same way.
 
-The shape and the strides are the same for all microbatches of one size, so they need to be sent
-only once.
+All microbatches with the same number of samples have the same shape and strides, so the shape and
+the strides are sent only once for each number of samples.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ..errors import ConfigError
 def c_ordered(array):
     """Return `array`, or a copy, with the strides of a new array, also along axes of length 1.
 
-    A layer may pass its input on. So the layout of a stage's output depends on the number of
-    samples only if the inputs of the model always lie in memory in one way.
+    A layer may return its input unchanged. So the inputs of the model must always have the same
+    memory layout: then the layout of a stage's output depends only on the number of samples.
     """
     strides = [array.itemsize * math.prod(array.shape[k + 1 :]) for k in range(array.ndim)]
     return array if array.strides == tuple(strides) else array.copy(order="C")
@@ -38,9 +38,9 @@ def c_ordered(array):
 def to_wire(array) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
     """Return (buffer, shape, strides) of `array`, for `from_wire`; `buffer` is one-dimensional.
 
-    The buffer shares the memory of `array` if the elements lie in it without gaps, whichever axis
-    varies fastest. Otherwise, as for a slice of a larger array, the buffer is a copy without gaps,
-    with the axes in the same order in memory.
+    The buffer shares the memory of `array` if the elements of `array` have no gaps between them in
+    memory. If there are gaps, as in a slice of a larger array, the buffer is a copy without gaps.
+    The copy has the axes in the same order in memory.
     """
     outer_first = sorted(
         range(array.ndim), key=lambda axis: (-array.strides[axis], array.shape[axis] == 1)
@@ -53,9 +53,9 @@ def to_wire(array) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
 
 
 def from_wire(buffer, shape: Sequence[int], strides: Sequence[int]):
-    """Return a view of `buffer` with this shape and these strides, which `to_wire` has returned.
+    """Return a view of `buffer` with the `shape` and the `strides` that `to_wire` has returned.
 
-    Raises ConfigError if the buffer has another size than the array, so no view leaves its memory.
+    Raises ConfigError if the array would not fit into the buffer exactly.
     """
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if buffer.size != math.prod(shape) or min(strides, default=0) < 0 or (

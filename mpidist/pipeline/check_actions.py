@@ -1,9 +1,10 @@
 """Prove that the action lists of a pipeline are right, without running them.
 
-The lists are played with messages as they are in MPI: a message has arrived when its sender has
-begun to send it and its receiver has begun to receive it. Messages between two chunks have a tag of
-their own in each direction. MPI matches messages with one tag in the order in which they were
-begun, so sender and receiver must have the same order.
+The check plays the lists of all ranks, with the rules of MPI for messages: a message has arrived
+when the sender has begun the send and the receiver has begun the receive. For each pair of
+neighbouring chunks and each direction, the messages have a tag of their own. MPI matches the sends
+and receives of one tag in the order in which they are begun. So the sender and the receiver must
+begin them in the same order.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ class ActionFacts(NamedTuple):
     Attributes
     ----------
     stash : list of int
-        For each rank, the most pairs of a chunk and a microbatch that it keeps at a time.
+        For each rank, the largest number of (chunk, microbatch) pairs whose data the rank keeps at
+        the same time.
     versions : dict of (chunk, microbatch) -> int
-        The version of the weights that the forward pass uses, if each backward pass makes an
-        update: the number of updates before it. The backward pass must use the same version.
+        The version of the weights that the forward pass uses, if each backward pass updates the
+        weights. Version v is the weights after v updates. The backward pass must use the same
+        version as the forward pass.
     versions_kept : list of int
-        For each rank, the most versions of its weights that it needs at a time.
+        For each rank, the largest number of versions of its weights that the rank needs at the
+        same time.
     """
 
     stash: list[int]
@@ -51,25 +55,26 @@ class ActionFacts(NamedTuple):
 def check_actions(
     lists: Sequence[Sequence[StageAction]], *, chunks: int | None = None, blocking: bool = False
 ) -> ActionFacts:
-    """Check action lists; return how many microbatches and versions of weights they need.
+    """Check action lists; return how many microbatches and versions of weights the ranks keep.
 
-    Every microbatch goes through every chunk once, forward and backward; each message has a sender
-    and a receiver, in the same order; and the ranks do not wait for each other for ever.
+    Right lists have three properties. Every microbatch goes through every chunk once forward and
+    once backward. Each message has a sender and a receiver, which have the messages in the same
+    order. The ranks never wait for each other for ever.
 
     Parameters
     ----------
     lists : sequence of sequences of StageAction
-        One for each rank, as from `action_lists`.
+        One list for each rank, as from `action_lists`.
     chunks : int, optional
-        The number of chunks of the model; by default those in the lists.
+        The number of chunks of the model; by default, the number of chunks in the lists.
     blocking : bool
         Whether a send or a receive stops its rank until the message has arrived, as blocking calls
-        of MPI do. With blocking calls, all schedules but "gpipe" fail.
+        of MPI do. With blocking calls, only the schedule "gpipe" passes this check.
 
     Raises
     ------
     ConfigError
-        The lists are wrong; the text names the first rank and action.
+        The lists are wrong. The error text names the first wrong rank and action.
     """
     p = len(lists)
     count = 1 + max((one.chunk for each in lists for one in each), default=-1)
@@ -93,7 +98,7 @@ def _check_complete(lists, p: int, chunks: int) -> None:
                 raise ConfigError(f"rank {rank}: {one}; expected one of {', '.join(KINDS)}, and a "
                                   "microbatch from 0 on")  # fmt: skip
             if times > 1:
-                raise ConfigError(f"rank {rank}: {one} is there {times} times")
+                raise ConfigError(f"rank {rank}: {one} is in the list {times} times")
             if one.chunk % p != rank or not 0 <= one.chunk < chunks:
                 raise ConfigError(f"rank {rank}: {one}, but this rank does not have the chunk")
         for chunk in range(rank, chunks, p):
@@ -106,13 +111,13 @@ def _check_complete(lists, p: int, chunks: int) -> None:
 
 
 def sender_of(one: StageAction, p: int) -> tuple[int, StageAction]:
-    """Return the send that belongs to the receive `one`: its rank, and its action."""
+    """Return the sending rank and the send action that belong to the receive action `one`."""
     kind, other = (SEND_F, one.chunk - 1) if one.kind == RECV_F else (SEND_B, one.chunk + 1)
     return other % p, StageAction(kind, other, one.microbatch)
 
 
 def receiver_of(one: StageAction, p: int) -> tuple[int, StageAction]:
-    """Return the receive that belongs to the send `one`: its rank, and its action."""
+    """Return the receiving rank and the receive action that belong to the send action `one`."""
     kind, other = (RECV_F, one.chunk + 1) if one.kind == SEND_F else (RECV_B, one.chunk - 1)
     return other % p, StageAction(kind, other, one.microbatch)
 
@@ -135,7 +140,7 @@ def _check_order_of_messages(lists, p: int) -> None:
 
 
 def needed_before(one: StageAction, chunks: int) -> list[StageAction]:
-    """Return the actions of the same rank that a computation or a send waits for."""
+    """Return the actions of the same rank for which the computation or send `one` waits."""
     kind, chunk, i = one
     if kind == F:
         return [StageAction(RECV_F, chunk, i)] if chunk else []
@@ -146,10 +151,11 @@ def needed_before(one: StageAction, chunks: int) -> list[StageAction]:
 
 
 def play_actions(lists, p: int, chunks: int, blocking: bool = False, replicas=None) -> None:
-    """Let each rank go on as far as it can, until all are done or no rank can go on.
+    """Play the lists: let each rank do its actions until all are done or no rank can go on.
 
-    The model is cut for p stages. There may be more lists than stages, if stages have replicas. The
-    numbers of `replicas` are needed if the lists have updates.
+    Raises ConfigError if a rank could never finish its list. `p` is the number of stages. There are
+    more lists than stages if stages have replicas. `replicas`, the number of ranks of each stage,
+    is needed if the lists contain updates (actions of the kind ``U``).
     """
     at, begun, moved = [0] * len(lists), set(), True
     split = {one[1:] for each in lists for one in each if one.kind == I}
@@ -172,7 +178,7 @@ def play_actions(lists, p: int, chunks: int, blocking: bool = False, replicas=No
 
 def _may_end(one, p, chunks, begun, blocking, split, replicas) -> bool:
     kind, chunk, i = one
-    if kind == U:  # ends when all replicas of the stage have come to it
+    if kind == U:  # an update ends when all replicas of the stage have come to it
         r = replicas[chunk]
         first = i - i % r
         return all(StageAction(U, chunk, each) in begun for each in range(first, first + r))
@@ -194,7 +200,7 @@ def _may_end(one, p, chunks, begun, blocking, split, replicas) -> bool:
 
 
 def stash_of(each) -> int:
-    """Return the most forward passes whose last backward part has not been done."""
+    """Return the largest number of microbatches after F and before the last backward action."""
     kept = most = 0
     for one in each:
         kept += (one.kind == F) - (one.kind in (B, W))

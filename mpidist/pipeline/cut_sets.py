@@ -1,8 +1,9 @@
-"""The places at which a model may be cut: sets of layers that contain all that feeds them.
+"""The places at which a model may be cut, as downward closed sets of layers.
 
 A set of layers is *downward closed* if each layer that feeds a layer of the set is in the set, too.
-The stages of a pipeline are the differences of a growing chain of such sets, so no message goes
-back to an earlier stage. A chain of n layers has n + 1 of these sets; branches have more.
+A plan is a growing chain of such sets, from no layer to all layers. Each stage has the layers by
+which one set is larger than the set before. So no message goes back to an earlier stage. A model
+that is a chain of n layers has n + 1 downward closed sets; a model with branches has more.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ import numpy as np
 
 from .layer_profile import LayerProfile
 
-#: With more sets than this, only the sets of the first k layers of one order are used.
+#: If a model has more sets than this, its layers are put into one order, and only the sets of the
+#: first k layers of this order are used.
 MOST_SETS = 20_000
 
 
 def cut_sets(profile: LayerProfile, most: int = MOST_SETS) -> tuple[np.ndarray, bool]:
-    """Return the downward closed sets of layers, or some of them if there are more than `most`.
+    """Return the downward closed sets of layers; only some if there are more than `most` sets.
 
     Returns
     -------
     sets : array (sets, layers) of bool
-        In order of size, from the empty set to all layers.
+        The sets in order of size, from the empty set to the set of all layers.
     exact : bool
-        Whether `sets` has all downward closed sets of the model.
+        Whether `sets` contains all downward closed sets of the model.
     """
     n = len(profile.layers)
     needs = [0] * n
@@ -54,7 +56,7 @@ def bit_rows(masks: Sequence[int], n: int) -> np.ndarray:
 
 
 def crossing_bytes(profile: LayerProfile, sets: np.ndarray) -> np.ndarray:
-    """Return, for each set of layers, the number of bytes that its outputs send out of the set.
+    """Return, for each set of layers, the bytes of the outputs that layers outside the set use.
 
     An output counts once, even if several layers outside the set use it.
     """

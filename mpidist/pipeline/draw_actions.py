@@ -10,7 +10,7 @@ from .action_trace import LABELS
 from .pipeline_schedules import B, F, I, W
 from .simulate_actions import SimulatedRun
 
-#: Most columns of a text, and most ranks of a picture.
+#: The largest number of columns of a text, and of ranks of a picture.
 MOST_COLUMNS, MOST_RANKS = 400, 64
 _COLORS = {F: "#4878a8", B: "#e08a3c", I: "#d9a441", W: "#8c6bb1"}
 
@@ -33,7 +33,7 @@ def draw_actions(run: SimulatedRun, unit: float | None = None) -> str:
     unit = unit or min(lengths, default=1.0)
     if run.seconds / unit > MOST_COLUMNS:
         many = f"{run.seconds / unit:.0f}"
-        raise ConfigError(f"a text of {many} columns; expected {MOST_COLUMNS} at most")
+        raise ConfigError(f"a text of {many} columns; expected at most {MOST_COLUMNS}")
     columns = round(run.seconds / unit)
     ranks = 1 + max(span.rank for span in run.spans)
     labels = {span.action: _label(span.action, ranks, _chunks(run) > ranks) for span in run.spans}
@@ -50,13 +50,13 @@ def check_drawing(file: str | Path, ranks: int) -> None:
     """Raise ConfigError if `save_drawing` cannot draw `ranks` ranks into `file`."""
     check_figure_file(file)
     if ranks > MOST_RANKS:
-        raise ConfigError(f"a picture shows {MOST_RANKS} ranks at most, given {ranks}")
+        raise ConfigError(f"a picture of {ranks} ranks; expected at most {MOST_RANKS}")
 
 
 def save_drawing(run: SimulatedRun, file: str | Path, title: str = "") -> None:
     """Draw the timeline of a simulated run into a file: a row for each rank, a bar for each action.
 
-    A bar has the number of its microbatch, if it is wide enough.
+    The number of the microbatch stands in the bar, if the bar is wide enough.
     """
     ranks = 1 + max((span.rank for span in run.spans), default=0)
     check_drawing(file, ranks)
@@ -66,7 +66,7 @@ def save_drawing(run: SimulatedRun, file: str | Path, title: str = "") -> None:
     scale, unit = (1e3, "ms") if run.seconds < 1 else (1.0, "s")
     several = _chunks(run) > ranks
     for rank, action, begin, end in run.spans:
-        # A later chunk of a rank is paler.
+        # The bars of a later chunk of a rank have a paler colour.
         pale = 1 - 0.5 * (action.chunk // ranks) / max(1, _chunks(run) // ranks)
         axes.broken_barh(
             [(begin * scale, (end - begin) * scale)], (rank - 0.4, 0.8), alpha=pale,

@@ -1,16 +1,18 @@
 """Profiles of models: the time and the bytes of each layer, and which layer feeds which.
 
-The text is that of PipeDream's profiles (Narayanan et al., SOSP 2019). A line is a node, or an edge
-that begins with a tab. Times are in milliseconds, sizes in bytes:
+Files have the format of PipeDream's profiles (Narayanan et al., SOSP 2019). Each line is a node (a
+layer) or an edge. The line of an edge begins with a tab, and says that the output of the first node
+is an input of the second node. Times are in milliseconds, sizes in bytes:
 
     node2 -- Conv2d -- forward_compute_time=22.3, backward_compute_time=6.4, activation_size=1982.0,
                        parameter_size=93184.0        (one line)
     node5 -- LSTM -- forward_compute_time=3.2, ..., activation_size=[6291456.0; 131072.0], ...
         node2 -- node5
 
-If a node has several outputs, their sizes are a list, and their sum is used. In a model that is cut
-already, ``-- stage_id=2`` may follow. Nodes whose text begins with ``Input`` cost nothing. Nodes
-whose text begins with ``__getitem__`` and which feed no other node are left out.
+If a node has several outputs, ``activation_size`` is the list of their sizes, and their sum is
+used. If a model is already cut into stages, ``-- stage_id=2`` may stand at the end of a node's
+line. Nodes whose text begins with ``Input`` cost nothing. A node whose text begins with
+``__getitem__`` is left out if it feeds no other node.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ _EDGE = re.compile(r"\t(\S+) -- (\S+)")
 
 @dataclass(frozen=True)
 class Layer:
-    """A node of a profile. Times are in seconds, sizes in bytes; `stage` is None if not given."""
+    """A node of a profile. Times are in seconds, sizes in bytes.
+
+    `stage` is None if the profile does not say to which stage the layer belongs.
+    """
 
     name: str
     text: str
@@ -54,11 +59,11 @@ class LayerProfile:
     Attributes
     ----------
     layers : tuple of Layer
-        The layers that cost time: no inputs, and no ``__getitem__`` nodes that feed no other node.
+        All nodes but inputs, and but ``__getitem__`` nodes that feed no other node.
     edges : tuple of (int, int)
-        Pairs of indices into `layers`: the first feeds the second.
+        Pairs (a, b) of indices into `layers`: the output of layer a is an input of layer b.
     inputs : tuple of str
-        The names of the nodes that are inputs. They belong to the first stage.
+        The names of the nodes that are inputs of the model. They belong to the first stage.
     """
 
     layers: tuple[Layer, ...]
@@ -77,20 +82,21 @@ def read_profile(path: str | Path) -> LayerProfile:
     Raises
     ------
     ConfigError
-        The file cannot be read, the nodes form a cycle, or a line is wrong, names an unknown or a
-        doubled node, or has a negative or infinite number. The error text has the line's number.
+        The file cannot be read, the edges form a cycle, or a line is wrong: for example, an edge
+        has an unknown node, two nodes have the same name, or a number is negative or infinite. The
+        error text contains the number of a wrong line.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is no text; expected a profile of layers") from None
+        raise ConfigError(f"{path} is not a text file; expected a profile of layers") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     return parse_profile(text, str(path))
 
 
 def parse_profile(text: str, source: str = "profile") -> LayerProfile:
-    """Return the profile that `text` describes; `source` is the name that errors begin with."""
+    """Return the profile that `text` describes; error texts begin with the name `source`."""
     found: dict[str, Layer] = {}
     edges: list[tuple[int, str, str]] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -102,7 +108,7 @@ def parse_profile(text: str, source: str = "profile") -> LayerProfile:
         elif node := _NODE.fullmatch(line.strip()):
             layer = _layer(node, where)
             if layer.name in found:
-                raise ConfigError(f"{where}: a second node {layer.name}")
+                raise ConfigError(f"{where}: a second node {layer.name}; names must differ")
             found[layer.name] = layer
         else:
             wanted = f"`NAME -- TEXT -- {', '.join(f'{key}=…' for key in _KEYS)}`"
@@ -120,13 +126,13 @@ def parse_profile(text: str, source: str = "profile") -> LayerProfile:
 def profile_of(
     layers: Iterable[Layer], edges: Iterable[tuple[str, str]], source: str = "profile"
 ) -> LayerProfile:
-    """Return the profile of `layers`, in which the first layer of each pair feeds the second."""
+    """Return the profile of `layers`; for each pair (a, b) of `edges`, layer a feeds layer b."""
     kept = {layer.name: layer for layer in layers}
     pairs = [*dict.fromkeys(edges)]
     order = _in_order(list(kept), pairs, source)
     inputs = [name for name in kept if kept[name].text.startswith("Input")]
     feeds = {a for a, _ in pairs}
-    for name in reversed(order):  # an output that only unused outputs use is unused, too
+    for name in reversed(order):  # a __getitem__ node that feeds only unused nodes is unused, too
         if kept[name].text.startswith("__getitem__") and name not in feeds:
             del kept[name]
             pairs = [pair for pair in pairs if pair[1] != name]
@@ -134,25 +140,25 @@ def profile_of(
     for name in inputs:
         del kept[name]
     if not kept:
-        raise ConfigError(f"{source}: no nodes but inputs and unused outputs")
+        raise ConfigError(f"{source}: no nodes but inputs and unused __getitem__ nodes")
     index = {name: k for k, name in enumerate(name for name in order if name in kept)}
     within = [(index[a], index[b]) for a, b in pairs if a in index and b in index]
     return LayerProfile(tuple(kept[name] for name in index), tuple(sorted(within)), tuple(inputs))
 
 
 def chain(layers: Sequence[Layer]) -> LayerProfile:
-    """Return the profile of a chain, in which each layer feeds the next one."""
+    """Return the profile of a model in which each layer feeds the next layer."""
     return LayerProfile(tuple(layers), tuple((k, k + 1) for k in range(len(layers) - 1)))
 
 
 def write_profile(profile: LayerProfile, path: str | Path) -> None:
-    """Write a profile in the form that `read_profile` reads.
+    """Write a profile to a file that `read_profile` can read.
 
     Raises
     ------
     ConfigError
-        The profile cannot be read in this form, for example because a name has a blank, or the file
-        cannot be written.
+        `read_profile` could not read the profile, for example because a name contains a blank; or
+        the file cannot be written.
     """
     lines = []
     for layer in profile.layers:
@@ -169,8 +175,8 @@ def write_profile(profile: LayerProfile, path: str | Path) -> None:
     for layer in profile.layers:
         if layer.name not in {one.name for one in kept}:
             raise ConfigError(
-                f"{path}: node {layer.name} has the text {shown(layer.text)}, and readers leave "
-                "out such nodes: texts of layers may not begin with Input or __getitem__"
+                f"{path}: node {layer.name} has the text {shown(layer.text)}, and a reader would "
+                "leave the node out; the text of a layer must not begin with Input or __getitem__"
             )
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -202,9 +208,9 @@ def _layer(node: re.Match, where: str) -> Layer:
 
 
 def _in_order(names: list[str], pairs: list[tuple[str, str]], source: str) -> list[str]:
-    """Return the names in an order in which each comes after those that feed it.
+    """Return the names of the nodes in an order in which each node comes after its feeders.
 
-    If several orders are possible, the order of the file decides.
+    If several orders are possible, the order of the nodes in the file decides.
     """
     feeders = dict.fromkeys(names, 0)
     fed: dict[str, list[str]] = {name: [] for name in names}
@@ -221,5 +227,5 @@ def _in_order(names: list[str], pairs: list[tuple[str, str]], source: str) -> li
                 ready.append(other)
     if len(order) < len(names):
         stuck = next(name for name in names if feeders[name])
-        raise ConfigError(f"{source}: a cycle of edges through or before node {stuck}")
+        raise ConfigError(f"{source}: the edges form a cycle, which contains or feeds node {stuck}")
     return order

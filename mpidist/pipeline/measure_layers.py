@@ -1,4 +1,4 @@
-"""Measure the layers of a model: seconds and bytes, for the choice of the cuts. Without MPI."""
+"""Measure the time and the size of each layer of a model, to choose the cuts. Without MPI."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..errors import ConfigError
 from .layer_profile import Layer, LayerProfile, chain
 from .stage_plan import check_layers
 
-#: How often each pass is measured; the shortest time counts.
+#: How often each pass is measured; the shortest of the measured times is used.
 REPEATS = 5
 
 
 def measure(model, batch, repeats: int = REPEATS) -> LayerProfile:
     """Return the profile of a model's layers for one microbatch, a tuple (inputs, labels).
 
-    If the model makes its parameters when they are first used, only one layer has parameters at any
-    time, which saves memory.
+    Some models make their parameters only when they are used. Of such a model, `measure` makes the
+    parameters of one layer at a time, to save memory.
     """
     layers = check_layers(model)
     inputs, labels = batch
@@ -49,7 +49,7 @@ def measure(model, batch, repeats: int = REPEATS) -> LayerProfile:
         layer, own = layers[k], parameters(k)
         gradients = {name: np.empty_like(own[name])[None] for name in layer.shapes()}
 
-        # A layer may write into the gradient that it gets, so each pass has a copy.
+        # A layer may overwrite the gradient that is passed to it, so each pass gets a copy.
         def one_pass(layer=layer, own=own, saved=tape[k], dy=dy, gradients=gradients, k=k):
             return layer.backward(own, saved, dy.copy(order="K"), gradients, first=k == first)
 
@@ -61,7 +61,7 @@ def measure(model, batch, repeats: int = REPEATS) -> LayerProfile:
 
 
 def random_batch(model, samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (inputs, labels) for `measure`: random inputs of the shape that the model takes."""
+    """Return (inputs, labels) for `measure`; the inputs are random, with the model's shape."""
     check_layers(model)
     shape = getattr(model, "sample_shape", None)
     if shape is None:
@@ -74,7 +74,7 @@ def random_batch(model, samples: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _text(layer) -> str:
-    """Return the kind of a layer, with the layer's own name if it has one."""
+    """Return the class name of a layer, followed by the layer's own name if the layer has one."""
     kind, name = type(layer).__name__, getattr(layer, "name", None)
     return f"{kind}({name})" if isinstance(name, str) and name.isidentifier() else kind
 

@@ -1,11 +1,11 @@
 """Schedules of pipelines as data: for each rank, a list of actions with their chunk and microbatch.
 
-A model is cut into chunks. Chunk c is on rank c mod p, so with one chunk per rank, chunk and rank
-are the same number. ``F`` is the forward pass of a microbatch through a chunk, ``B`` its backward
-pass. ``zero_bubble`` cuts a backward pass into two parts. ``I`` computes the gradient of the input,
-for which the rank before waits. ``W`` computes the gradients of the weights, and may come later. An
-example with 4 ranks and 5 microbatches, in which a backward pass takes twice as long as a forward
-pass:
+A model is cut into chunks (groups of layers that follow each other). Chunk c is on rank c mod p, so
+with one chunk per rank, chunk c is on rank c. ``F`` is the forward pass of a microbatch through a
+chunk, and ``B`` is the backward pass. ``zero_bubble`` splits a backward pass into two parts. ``I``
+computes the gradient of the input; the rank with the chunk before waits for this gradient. ``W``
+computes the gradients of the weights, and may come later. An example with 4 ranks and 5
+microbatches, in which a backward pass takes twice as long as a forward pass:
 
     1f1b     F0 F1 F2 F3 .. .. .. .. .. .. B0 B0 F4 B1 B1 .. B2 B2 .. B3 B3 .. B4 B4
              .. F0 F1 F2 .. .. .. .. B0 B0 F3 B1 B1 F4 B2 B2 .. B3 B3 .. B4 B4 .. ..
@@ -32,22 +32,23 @@ from typing import NamedTuple
 from ..errors import ConfigError
 from ..registry import checked_whole, look_up
 
-#: The kinds of actions. A receive is begun where it stands in the list, and the computation that
-#: needs the data waits for it. A send is begun, too, and nobody waits for its end.
+#: The kinds of actions. The action of a receive only begins the receive; the computation that needs
+#: the data waits for its end. The action of a send only begins the send; no action waits for its
+#: end.
 F, B, I, W = "F", "B", "I", "W"  # noqa: E741 - the names in the papers
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
 COMPUTE = (F, B, I, W)
-#: The update of a stage on a grid of "pipedream": all replicas of the stage do it together.
+#: The update of a stage's parameters with "pipedream": all replicas of the stage do it together.
 U = "U"
 KINDS = (*COMPUTE, SEND_F, RECV_F, SEND_B, RECV_B)
 
-#: So many computations before the one that needs its data, a receive begins: buffers are few, and
-#: in 1f1b the next forward and the next backward pass have one each.
+#: A receive begins this number of computations before the computation that needs the data. With 2,
+#: few buffers are needed: in 1f1b, one for the next forward and one for the next backward pass.
 AHEAD = 2
 
 
 class StageAction(NamedTuple):
-    """What a rank does: `kind`, for a chunk and a microbatch."""
+    """One action of a rank: its `kind`, and the chunk and the microbatch to which it belongs."""
 
     kind: str
     chunk: int
@@ -60,7 +61,7 @@ class StageAction(NamedTuple):
 def action_lists(
     name: str, stages: int, microbatches: int, chunks: int = 1, ahead: int = AHEAD
 ) -> list[list[StageAction]]:
-    """Return the actions of each rank, in order.
+    """Return a list for each rank: the actions of the rank, in order.
 
     Parameters
     ----------
@@ -69,17 +70,18 @@ def action_lists(
     stages : int
         The number of ranks p.
     microbatches : int
-        For "pipedream", the number of microbatches from one flush to the next.
+        The number of microbatches of a step. For "pipedream", the number of microbatches that enter
+        before the pipeline is emptied.
     chunks : int
-        The number of chunks of each rank; 1 for all schedules but "interleaved".
+        The number of chunks of each rank. Only "interleaved" allows more than 1.
     ahead : int
-        A receive begins this number of computations before the one that needs its data.
+        A receive begins this number of computations before the computation that needs the data.
 
     Raises
     ------
     ConfigError
-        The name is unknown, a number is below 1, `chunks` does not suit the schedule, or the number
-        of microbatches of "interleaved" is no multiple of `stages`.
+        The name is unknown, a number is below 1, `chunks` is above 1 for another schedule than
+        "interleaved", or the number of microbatches of "interleaved" is not a multiple of `stages`.
     """
     build = look_up(SCHEDULES, name, "schedule")
     checked_whole("stages", stages, 1)
@@ -92,7 +94,8 @@ def action_lists(
 
 
 def _gpipe(p: int, m: int, chunks: int) -> list[list[StageAction]]:
-    # The backward passes in the order of the forward passes: this is the order of the sums.
+    # The backward passes come in the order of the forward passes, because the gradients are added
+    # in this order.
     return [[StageAction(kind, s, i) for kind in (F, B) for i in range(m)] for s in range(p)]
 
 
@@ -120,7 +123,7 @@ def _interleaved(p: int, m: int, chunks: int) -> list[list[StageAction]]:
         ahead = min(total, 2 * (p - s - 1) + (chunks - 1) * p)
         order = []
         for k in range(total + ahead):
-            if k < total:  # p microbatches through a chunk, then the same ones through the next
+            if k < total:  # p microbatches go through a chunk, then the same ones through the next
                 group, within = divmod(k, p * chunks)
                 order.append(StageAction(F, within // p * p + s, group * p + k % p))
             if k >= ahead:
@@ -132,7 +135,7 @@ def _interleaved(p: int, m: int, chunks: int) -> list[list[StageAction]]:
 
 
 def _zero_bubble(p: int, m: int, chunks: int) -> list[list[StageAction]]:
-    """Return 1f1b with W delayed by s microbatches on rank s: all ranks keep p microbatches."""
+    """Return 1f1b with W delayed by s microbatches on rank s, so each rank keeps p microbatches."""
     lists = []
     for s in range(p):
         ahead = min(p - s, m)
@@ -156,7 +159,10 @@ SCHEDULES: dict[str, Callable[[int, int, int], list[list[StageAction]]]] = {
 
 
 def with_messages(order: list[StageAction], chunks: int, ahead: int = AHEAD) -> list[StageAction]:
-    """Add a send after each computation, and a receive `ahead` computations before its use."""
+    """Add the messages: sends after computations, receives `ahead` computations before their use.
+
+    `chunks` is the number of chunks of the model.
+    """
     needs = {F: (RECV_F, 0), B: (RECV_B, chunks - 1), I: (RECV_B, chunks - 1)}
     gives = {F: (SEND_F, chunks - 1), B: (SEND_B, 0), I: (SEND_B, 0)}
 

@@ -1,13 +1,14 @@
-"""Compare a step of a pipeline's plan with a step of allreduce on as many workers.
+"""Compare a step of a pipeline with a step of allreduce on N workers.
 
-A step has M microbatches. C is the time of the whole model for one of them, W are the bytes of its
-parameters, and B is the bandwidth.
+A step has M microbatches. C is the time of the whole model for one microbatch, W is the number of
+bytes of the model's parameters, and B is the bandwidth. Estimated times of a step:
 
     allreduce   ceil(M / N) C + 2 (N - 1) / N W / B
     pipeline    the simulated schedule, then the sums over the replicas of the slowest stage
 
-In both cases the sum begins after the computation. A plan of a single stage is allreduce itself. It
-is then compared with the best cut into two stages.
+In both estimates the sum of the gradients begins after the computation. If the pipeline's plan has
+only one stage, the plan is the same as allreduce. Then the best plan with two stages is compared
+with allreduce instead.
 """
 
 from __future__ import annotations
@@ -26,28 +27,30 @@ from .simulate_actions import ChunkCost, simulate_placed
 from .stage_partition import NoPartition, PipelinePlan, cut
 from .stage_plan import UNEVEN, plan_stages
 
-#: Plans whose steps differ by less than this share are called equal: the times are estimates.
+#: Steps whose times differ by less than this fraction count as equal, because times are estimates.
 _EQUAL = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
 class StepAdvice:
-    """The estimated steps of a pipeline and of allreduce, for the same microbatches.
+    """The estimated times of a step of a pipeline and of allreduce, for the same microbatches.
 
     Attributes
     ----------
     winner : "pipeline", "allreduce" or "equal"
     reason : str
-        A sentence.
+        Why the winner wins, in words.
     microbatches : int
     pipeline_seconds, allreduce_seconds : float
-        The time of a step; infinity for allreduce if the model does not fit a worker's memory.
+        The time of a step. The time of allreduce is infinity if the whole model does not fit into
+        the memory of a worker.
     replicas : tuple of int
         The number of workers of each stage of the pipeline.
     idle : float
-        The share of the pipeline's time in which its workers are idle, without the sums.
+        The fraction of the schedule's time in which the pipeline's workers are idle. The sums of
+        gradients are not counted.
     sums_seconds : float
-        How much longer the sums over replicas take than the schedule alone.
+        By how much the sums over replicas make the pipeline's step longer than the schedule alone.
     """
 
     winner: str
@@ -60,7 +63,7 @@ class StepAdvice:
     sums_seconds: float
 
     def as_dict(self) -> dict:
-        """Return plain numbers and strings for JSON, which has no infinity: None stands for it."""
+        """Return a dict for JSON, with None instead of infinity, which JSON does not have."""
         fits = self.allreduce_seconds < math.inf
         found = dataclasses.asdict(self)
         return {**found, "allreduce_seconds": self.allreduce_seconds if fits else None}
@@ -76,13 +79,13 @@ def advise_step(
 ) -> StepAdvice | None:
     """Compare a plan with allreduce on `workers` workers; return None if the model cannot be cut.
 
-    `settings` are the arguments with which `cut` has made the plan.
+    `settings` are the keyword arguments of the call of `cut` that made the plan.
     """
     checked_whole("microbatches", microbatches, 1)
     if len(plan.stages) == 1:
         try:
             plan = cut(profile, workers=workers, **{**settings, "stages": 2})
-        except (NoPartition, ConfigError):  # one layer, one worker, or stages that are named
+        except (NoPartition, ConfigError):  # one layer, one worker, or the profile names the stages
             return None
     bandwidth, memory = settings["bandwidth"], settings.get("memory")
     parameters = sum(layer.parameter_bytes for layer in profile.layers)
@@ -97,7 +100,7 @@ def advise_step(
     pipe_bytes = sum(stage.output_bytes for stage in plan.stages)
     if alone == math.inf:
         winner = "pipeline"
-        reason = f"the whole model needs {kept / 1e6:.2f} MB on a worker, which has less"
+        reason = f"the whole model needs {kept / 1e6:.2f} MB, and a worker has less memory"
     elif abs(seconds - alone) <= _EQUAL * min(seconds, alone):
         winner, reason = "equal", "prefer allreduce, which needs no cuts"
     elif seconds < alone:
@@ -110,8 +113,8 @@ def advise_step(
     else:
         winner = "allreduce"
         reason = (
-            f"the pipeline's workers are idle {idle:.1%} of the time, as stages fill, empty and "
-            f"differ, and allreduce's sum takes only {sums * 1e3:.3f} ms"
+            f"the pipeline's workers are idle {idle:.1%} of the time, while the pipeline fills and "
+            f"empties and because stages differ; allreduce's sum takes only {sums * 1e3:.3f} ms"
         )
     return StepAdvice(winner, reason, microbatches, seconds, alone, replicas, idle, own_sums)
 
@@ -119,7 +122,7 @@ def advise_step(
 def _pipeline_step(
     profile: LayerProfile, plan: PipelinePlan, microbatches: int, bandwidth: float
 ) -> tuple[float, float, float]:
-    """Return the time of a step, the idle share without the sums, and the time of the sums."""
+    """Return the time of a step, the idle fraction of the schedule, and the time of the sums."""
     layers = {layer.name: layer for layer in profile.layers}
     costs = []
     for stage in plan.stages:

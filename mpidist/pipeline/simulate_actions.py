@@ -1,9 +1,10 @@
 """Estimate the time of a pipeline's action lists on a modelled network, without MPI.
 
-A rank computes one action at a time, in the order of its list. A message leaves when its send and
-its receive have begun, and when all earlier messages have passed the sender's link and the
-receiver's link. Links are full duplex. The costs are those of `NetworkModel`: an
-`overhead` on the core at both ends, then `latency` and `gap` for each byte on the wire.
+A rank does one action at a time, in the order of its list. A message leaves as soon as its send and
+its receive have begun and all earlier messages have passed the sender's link and the receiver's
+link. Links are full duplex. `NetworkModel` gives the cost of a message: `overhead` is time on the
+core of the sender and of the receiver, `latency` is time on the wire, and `gap` is the time on the
+wire for each byte.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ NO_TIME = NetworkModel(latency=0.0, gap=0.0)
 class ChunkCost(NamedTuple):
     """Seconds and bytes of one microbatch in one chunk.
 
-    `backward` is the whole backward pass. `input_share` is the fraction of the backward time that
-    computes the gradient of the input. `output_bytes` go to the next chunk, and the same number of
-    bytes come back as the gradient.
+    `backward` is the time of the whole backward pass. `input_share` is the fraction of this time in
+    which the gradient of the input is computed. `output_bytes` bytes are sent to the next chunk,
+    and the same number of bytes comes back as the gradient.
     """
 
     forward: float
@@ -41,7 +42,7 @@ class ChunkCost(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A computation of the timeline: from `begin` to `end`, in seconds."""
+    """A computation of a rank, from the time `begin` to the time `end`, in seconds."""
 
     rank: int
     action: StageAction
@@ -55,13 +56,14 @@ class SimulatedRun(NamedTuple):
     Attributes
     ----------
     seconds : float
-        From the beginning to the end of the last computation.
+        The time from the beginning of the run to the end of the last computation.
     bubble : float
-        The share of this time in which ranks are idle, as the mean over all ranks.
+        The fraction of this time in which a rank is idle, as the mean over all ranks.
     stash : list of int
-        For each rank, the most pairs of a chunk and a microbatch that it keeps at a time.
+        For each rank, the largest number of (chunk, microbatch) pairs whose data the rank keeps at
+        the same time.
     spans : list of Span
-        All computations, by rank and time.
+        All computations, sorted by rank and then by time.
     """
 
     seconds: float
@@ -75,16 +77,16 @@ def simulate_actions(
     costs: Sequence[ChunkCost],
     network: NetworkModel = NO_TIME,
 ) -> SimulatedRun:
-    """Return the estimated time of action lists, which are checked first.
+    """Check action lists, and return the estimated time of a run of them.
 
     Parameters
     ----------
     lists : sequence of sequences of StageAction
-        One for each rank, as from `action_lists`.
+        One list for each rank, as from `action_lists`.
     costs : sequence of ChunkCost
-        One for each chunk.
+        One cost for each chunk.
     network : NetworkModel
-        Each rank is on a node of its own.
+        The network between the ranks; each rank is on a node of its own.
     """
     check_actions(lists, chunks=len(costs))
     p = len(lists)
@@ -97,10 +99,10 @@ def simulate_placed(
     network: NetworkModel,
     holder: Callable[[int, int], int],
 ) -> SimulatedRun:
-    """Return the estimated time of right action lists, also of stages with replicas.
+    """Return the estimated time of action lists that are right; stages may have replicas.
 
-    ``holder(chunk, microbatch)`` is the rank that computes a microbatch in a chunk, as in a
-    `PipelineGrid`.
+    ``holder(chunk, microbatch)`` returns the rank that computes the microbatch in the chunk, as
+    `PipelineGrid.holder` does.
     """
     for cost in costs:
         if not (all(0 <= value < math.inf for value in cost) and cost.input_share <= 1):
@@ -123,7 +125,7 @@ def simulate_placed(
             arrived[receive] = leaves[source] + network.latency + network.overhead
 
     def next_time(rank: int) -> float | None:
-        """Return when the next action of a rank may begin, or None if it is not known yet."""
+        """Return when the next action of a rank may begin, or None if this is not known yet."""
         one, when = lists[rank][at[rank]], now[rank]
         if one.kind in COMPUTE:
             for need in needed_before(one, len(costs)):
@@ -134,7 +136,8 @@ def simulate_placed(
         return when
 
     while True:
-        # In the order of time, so that links are used in the order in which they are asked for.
+        # The earliest action of all ranks comes first, so that messages use a link in the order in
+        # which their sends and receives begin.
         ready = [
             (when, rank)
             for rank in range(p)

@@ -1,4 +1,4 @@
-"""What a model must have to be cut into stages: a chain of layers, and a separate loss function."""
+"""Check that a model can be cut into stages: it needs a list of layers and a loss function."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ _LAYER = ("shapes", "forward", "backward")
 
 
 def why_no_stages(model) -> str:
-    """Return why `model` cannot be cut into the stages of a pipeline, or "" if it can be.
+    """Return why `model` cannot be cut into the stages of a pipeline, or "" if it can be cut.
 
     A model needs ``layers``, a list of objects with the methods ``shapes``, ``forward`` and
-    ``backward`` of `mpidist.models.layers`, and a method ``loss(scores, labels)``. A name of a
-    parameter may stand in one layer only. The parameters are not looked at, so none are made.
+    ``backward`` of `mpidist.models.layers`, and a method ``loss(scores, labels)``. Two layers must
+    not have a parameter of the same name. This function does not read ``model.parameters``, so a
+    model that makes its parameters only when they are used does not make them here.
     """
     name = type(model).__name__
     layers = getattr(model, "layers", None)
@@ -23,7 +24,7 @@ def why_no_stages(model) -> str:
     if not callable(getattr(model, "loss", None)):
         return f"model {name} has no method loss(scores, labels)"
     if getattr(model, "state", None):
-        return f"model {name} has a state, such as running means, which no stage can keep"
+        return f"model {name} has a state, such as running means, and no stage can keep a state"
     owners: dict[str, int] = {}
     for i, layer in enumerate(layers):
         what = f"layer {i} of model {name} ({type(layer).__name__})"
@@ -40,15 +41,18 @@ def why_no_stages(model) -> str:
 
 
 def checked_arrays(model, layers: Sequence) -> dict:
-    """Return the arrays of these layers in ``model.parameters``; raise ConfigError if one lacks."""
+    """Return the arrays of `layers` in ``model.parameters``.
+
+    Raises ConfigError if an array is missing or has another shape than its layer says.
+    """
     shapes = {name: shape for layer in layers for name, shape in layer.shapes().items()}
     for name, shape in shapes.items():
         found = model.parameters.get(name)
         if found is None or tuple(found.shape) != tuple(shape):
-            given = "none" if found is None else f"one of shape {tuple(found.shape)}"
+            given = "no array" if found is None else f"an array of shape {tuple(found.shape)}"
             raise ConfigError(
-                f"model.parameters has {given} called {name!r}, and its layer says {tuple(shape)}; "
-                "make the model anew if it was trained by md.Pipeline, which leaves a rank the "
-                "arrays of its own layers only"
+                f"model.parameters has {given} with the name {name!r}; its layer needs the shape "
+                f"{tuple(shape)}. If md.Pipeline has trained this model, make a new model, because "
+                "afterwards model.parameters has the arrays of this rank's layers only"
             )
     return {name: model.parameters[name] for name in shapes}

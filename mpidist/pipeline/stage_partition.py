@@ -1,17 +1,18 @@
 """Cut a profiled model into the stages of a pipeline, and give each stage its number of replicas.
 
-Each of the r replicas of a stage takes every r-th microbatch. So with C seconds for its layers, a
-bytes over its two cuts, W bytes of parameters and B bytes per second, a stage takes for one
-microbatch
+Each of the r replicas of a stage takes every r-th microbatch. Suppose that the layers of a stage
+compute for C seconds, that a bytes cross the two cuts beside the stage, that the stage has W bytes
+of parameters, and that the network carries B bytes per second. Then the stage needs this time for a
+microbatch:
 
     overlap     max(C, (a + 2 (r - 1) / r W) / B) / r     messages travel while the stage computes
-    serial      (C + (a + 2 (r - 1) / r W) / B) / r       no message does
+    serial      (C + (a + 2 (r - 1) / r W) / B) / r       the stage waits for messages
     pipedream   (C + 4 (r - 1) / r W / B) / r             the formula of PipeDream's program
 
-The slowest stage limits the throughput, so this stage is made as fast as possible. Of equal plans,
-the one with the fewest workers is taken, and then the one with the fewest stages. The search
-is a dynamic programme over downward closed sets of layers (`cut_sets`) and numbers of workers, as
-in PipeDream (Narayanan et al., SOSP 2019).
+The slowest stage limits the throughput, so the best plan is the one whose slowest stage takes the
+least time. Of several such plans, `cut` takes those with the fewest workers, and of these the one
+with the fewest stages. The search is a dynamic programme over downward closed sets of layers
+(`cut_sets`) and numbers of workers, as in PipeDream (Narayanan et al., SOSP 2019).
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from ..registry import checked_whole, look_up
 from .cut_sets import crossing_bytes, cut_sets
 from .layer_profile import LayerProfile
 
-#: Bytes per second of a network of 10 Gbit/s, less its protocol.
+#: Bytes per second of data on a network of 10 Gbit/s; the rest carries headers of the protocol.
 BANDWIDTH = 1e9
-#: Plans whose slowest stages differ by less than this share are equal: sums of many times round.
+#: Plans whose slowest stages differ by less than this fraction count as equal, because sums of many
+#: times have rounding errors.
 _EQUAL = 1e-12
 
-#: name -> function of (C, a, W, r, B), of arrays.
+#: name -> the function that computes the seconds of stages from the arrays (C, a, W, r, B).
 COSTS: dict[str, Callable] = {
     "overlap": lambda c, a, w, r, b: np.maximum(c, (a + 2 * (r - 1) / r * w) / b) / r,
     "serial": lambda c, a, w, r, b: (c + (a + 2 * (r - 1) / r * w) / b) / r,
@@ -42,18 +44,19 @@ COSTS: dict[str, Callable] = {
 
 
 class NoPartition(MpidistError):
-    """The model cannot be cut into the wanted number of stages that fit into the memory."""
+    """No plan has the wanted number of stages and fits into the memory of the workers."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage. Times are in seconds for one microbatch, sizes in bytes.
+    """One stage of a plan. Times are in seconds for one microbatch, sizes in bytes.
 
-    `nodes` are names of layers. `seconds` is the time from one microbatch to the next.
-    `compute_seconds` is the time of a forward and a backward pass. `input_bytes` and `output_bytes`
-    cross its two cuts. A worker keeps `in_flight` microbatches at a time, in `memory_bytes`.
+    `nodes` are the names of the stage's layers. `seconds` is the time from one microbatch to the
+    next, and `compute_seconds` is the time of a forward and a backward pass. `input_bytes` cross
+    the cut before the stage, and `output_bytes` the cut behind it. A worker keeps the data of
+    `in_flight` microbatches at the same time, which take `memory_bytes`.
     """
 
     nodes: tuple[str, ...]
@@ -71,9 +74,9 @@ class StagePlan:
 class PipelinePlan:
     """A model cut into stages.
 
-    `single_seconds` is the time of a microbatch on one worker, and `data_parallel_seconds` its time
-    if the whole model is one stage on all workers that were asked for. `exact` is false if the
-    model has so many cuts that only some of them were tried.
+    `single_seconds` is the time of a microbatch on one worker. `data_parallel_seconds` is the time
+    of a microbatch if the whole model is one stage whose replicas are all given workers. `exact` is
+    false if the model has so many possible cuts that only some of them were tried.
     """
 
     bottleneck_seconds: float
@@ -110,12 +113,12 @@ def cut(
     bandwidth : float
         Bytes per second between two workers.
     stages : int, optional
-        The exact number of stages; by default any.
+        The number of stages; by default, the plan may have any number of stages.
     replication : bool
         Whether a stage may have several workers.
     memory : float, optional
-        Bytes of each worker. A stage needs, for each microbatch that is kept at a time, its
-        parameters and all outputs of its layers.
+        Bytes of memory of each worker. For each microbatch whose data a stage keeps at the same
+        time, the stage needs the bytes of its parameters and of all outputs of its layers.
     cost : "overlap", "serial" or "pipedream"
     evaluate : bool
         Whether to keep the stages that the profile names, and choose only their replicas.
@@ -125,7 +128,7 @@ def cut(
     ConfigError
         An argument is wrong, or the stages that the profile names cannot be those of a pipeline.
     NoPartition
-        Nothing fits.
+        No plan fits into `memory`, or the model has no plan with this number of stages.
     """
     asked = _Asked(workers, bandwidth, stages, replication, memory, cost)
     if evaluate:
@@ -135,11 +138,11 @@ def cut(
     else:
         sets, exact = cut_sets(profile)
     bound = math.inf
-    if exact and not evaluate:  # any plan bounds the time of the best one
+    if exact and not evaluate:  # the time of any plan is an upper bound for the best plan
         in_order = np.tri(len(profile.layers) + 1, len(profile.layers), -1, dtype=bool)
         bound = _Search(profile, in_order, asked).least()
     search = _Search(profile, sets, asked, successive=evaluate, bound=bound)
-    # A search that can find nothing could take minutes.
+    # With more stages than workers or layers there is no plan, and the search could take minutes.
     plans = search.plans() if (stages or 1) <= min(workers, len(profile.layers)) else ()
     if not plans:
         what = f"{len(profile.layers)} layers, {workers} workers"
@@ -160,7 +163,7 @@ def cut(
 
 
 def _too_large(profile: LayerProfile, memory: float | None) -> str:
-    """Return what to do with a layer that alone needs more than the memory of a worker."""
+    """Return advice for a layer that alone needs more memory than a worker has; "" if none does."""
     need, name, text, parameters = max(
         (one.parameter_bytes + one.output_bytes, one.name, one.text, one.parameter_bytes)
         for one in profile.layers
@@ -179,7 +182,7 @@ def _too_large(profile: LayerProfile, memory: float | None) -> str:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The arguments of `cut`, checked."""
+    """The arguments of `cut`, after a check."""
 
     workers: int
     bandwidth: float
@@ -200,12 +203,13 @@ class _Asked:
 
 
 class _Search:
-    """The dynamic programme: from the end of the model to its beginning.
+    """The dynamic programme, which goes from the end of the model to its beginning.
 
-    ``table[k, w]`` is about the stages behind the set k, which together have exactly w workers. A
-    stage in front of them that ends at k and has r workers makes it a plan of w + r workers. With
-    `successive`, each stage is the difference of a set and the next one. Plans that are slower than
-    `bound` need not be found.
+    ``table[k, w]`` has the best value of a plan for the layers that are not in set k, with exactly
+    w workers. If a stage with r workers is added in front, whose last layers complete set k, the
+    plan has w + r workers. With `successive`, each stage has the layers by which one set is larger
+    than the set before. The search may leave out plans whose slowest stage takes longer than
+    `bound`.
     """
 
     def __init__(self, profile, sets, asked: _Asked, successive=False, bound=math.inf):
@@ -220,14 +224,16 @@ class _Search:
         self.replicas = np.arange(1, (asked.workers if asked.replication else 1) + 1)
 
     def times(self, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the sets at which a stage behind the set k may end, and what the stage needs.
+        """Return the sets at which a stage that begins behind set k may end, and the stages' costs.
 
         Returns
         -------
         ends : array (ends,) of int
+            Indices of sets.
         seconds : array (ends, replicas)
+            The time of the stage for one microbatch.
         memory : array (ends,)
-            The bytes for each microbatch that is kept.
+            The bytes that the stage needs for each microbatch whose data it keeps.
         """
         ends = np.arange(k + 1, k + 2 if self.successive else len(self.sets))
         if not self.successive:
@@ -242,10 +248,11 @@ class _Search:
         return ends, found, parameters + outputs
 
     def _stages(self, k: int, table: np.ndarray) -> Iterator[tuple]:
-        """Yield all stages behind the set k that are within the bound, by their replicas r.
+        """Yield, for each number r of replicas, the stages behind set k that are fast enough.
 
-        Yields r, the ends of the stages, their seconds in a column, and `table` behind their ends:
-        in column w for a plan that has r + w workers from this stage on.
+        Yields (r, ends, seconds, after). `ends` are the sets at which these stages end, `seconds`
+        is a column of their times, and `after` has the rows of `table` for `ends`. Column w of
+        `after` belongs to a plan in which this stage and the stages behind it have r + w workers.
         """
         ends, seconds, memory = self.times(k)
         for r in self.replicas:
@@ -258,7 +265,11 @@ class _Search:
             yield int(r), ends[near], seconds[near, r - 1 : r], after
 
     def _tables(self, of: Callable) -> list[np.ndarray]:
-        """Fill the tables by ``of(seconds, behind)``; one, or one for each number of stages."""
+        """Fill the tables: one, or one for each number of stages if that number was asked for.
+
+        ``of(seconds, after)`` returns the value of a plan: `seconds` is the time of its first
+        stage, and `after` is the value of the stages behind.
+        """
         first = np.full((len(self.sets), self.asked.workers + 1), math.inf)
         tables = [first.copy() for _ in range((self.asked.stages or 0) + 1)]
         tables[0][-1, 0] = 0.0
@@ -271,17 +282,17 @@ class _Search:
         return tables
 
     def least(self) -> float:
-        """Return the time of the slowest stage of the best plan; infinity if nothing fits."""
+        """Return the time of the slowest stage of the best plan; infinity if no plan fits."""
         return float(self._tables(np.maximum)[-1][0].min())
 
     def plans(self) -> tuple[StagePlan, ...]:
-        """Return the stages of the best plan; none if nothing fits."""
+        """Return the stages of the best plan; an empty tuple if no plan fits."""
         values = self._tables(np.maximum)[-1][0]
         if values.min() == math.inf:
             return ()
         self.bound = float(values.min()) * (1 + _EQUAL)
         left = int(np.argmax(values <= self.bound))
-        tables = self._tables(lambda seconds, after: 1 + after)  # the number of stages
+        tables = self._tables(lambda seconds, after: 1 + after)  # a plan's value: its stages
         found, k = [], 0
         while left:
             if self.asked.stages is not None:
@@ -317,7 +328,7 @@ class _Search:
 
 
 def _named_stages(profile: LayerProfile) -> np.ndarray:
-    """Return the downward closed sets at the cuts that the stage_ids of a profile name."""
+    """Return the downward closed sets for the stages that the stage_ids of a profile name."""
     missing = [layer.name for layer in profile.layers if layer.stage is None]
     if missing:
         raise ConfigError(f"node {missing[0]} has no stage_id; evaluate needs one for each node")
@@ -327,7 +338,7 @@ def _named_stages(profile: LayerProfile) -> np.ndarray:
             first, second = profile.layers[a], profile.layers[b]
             raise ConfigError(
                 f"node {first.name} of stage {first.stage} feeds node {second.name} of stage "
-                f"{second.stage}; expected that no stage feeds an earlier one"
+                f"{second.stage}; expected that no stage feeds an earlier stage"
             )
     found = np.unique(stages)
     return np.array([stages < stage for stage in (*found, found[-1] + 1)])

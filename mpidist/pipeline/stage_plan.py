@@ -1,21 +1,24 @@
-"""Which rank holds which layers, and which microbatches it computes, in which order.
+"""Which rank holds which layers, and which microbatches the rank computes, in which order.
 
     12 layers, cuts [4, 8], replicas [2, 1, 1]     ranks 0, 1 | 2 | 3
                                                    layers 1-4 | 5-8 | 9-12
 
 The ranks are numbered stage by stage. Each replica of a stage has a contiguous block of the
 microbatches (`fixed_tree.cuts`). All gradients are added in a fixed tree, and a contiguous block is
-a part of this tree that a replica can add alone. (With "pipedream" the microbatches are dealt to
-the replicas in turn instead: `pipedream_order`.) If all stages have the same number of replicas,
-say r, the ranks form r separate pipelines, and each pipeline runs the schedule with the
-microbatches of its own block. Otherwise the microbatches enter in an order that takes one of each
-block of the stage with the most replicas in turn, so that all of its replicas work at the same
-time:
+a part of this tree that a replica can add alone. (With "pipedream" a replica has every r-th
+microbatch instead: `pipedream_order`.)
 
-    8 microbatches, replicas [2, 1]     rank 0 has 0 1 2 3, rank 1 has 4 5 6 7; they enter as
-                                        0 4 1 5 2 6 3 7, and this is the order of rank 2
+If all stages have the same number r of replicas, the ranks form r separate pipelines. Each of these
+pipelines runs the schedule with the microbatches of its own block. Otherwise the stage with the
+most replicas decides in which order the microbatches enter the pipeline: first the first microbatch
+of each of its blocks, then the second of each block, and so on. So all replicas of this stage work
+at the same time:
 
-Each rank does its own microbatches in this order. This module needs no MPI.
+    8 microbatches, replicas [2, 1]     rank 0 has 0 1 2 3, and rank 1 has 4 5 6 7;
+                                        they enter as 0 4 1 5 2 6 3 7;
+                                        rank 2 has all of them, in this order
+
+Each rank computes its own microbatches in this order. This module needs no MPI.
 """
 
 from __future__ import annotations
@@ -47,15 +50,15 @@ UNEVEN = ("gpipe", "1f1b", "pipedream")
 
 @dataclass(frozen=True)
 class PipelineGrid:
-    """The ranks of a pipeline: stages times replicas. `plan_stages` makes and checks it.
+    """The stages of a pipeline and the replicas of each stage, made by `plan_stages`.
 
     Attributes
     ----------
     layers : int
         The number of layers of the model.
     cuts : tuple of int
-        The number of layers before each cut. There are stages times `chunks` parts, and part c
-        (chunk c) is on stage c mod stages.
+        For each cut, the number of layers before it. The cuts divide the model into chunks. If
+        there are S stages, chunk c is on stage c mod S.
     replicas : tuple of int
         For each stage, the number of its ranks.
     microbatches : int
@@ -63,7 +66,8 @@ class PipelineGrid:
     chunks : int
         The number of chunks of each stage.
     flush : int or None
-        With "pipedream", how many microbatches enter before the pipeline is emptied; None for all.
+        With "pipedream", the number of microbatches that enter before the pipeline is emptied. With
+        None it is emptied only by `Stage.drain`.
     """
 
     layers: int
@@ -85,7 +89,7 @@ class PipelineGrid:
         return sum(self.replicas)
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Return the stage of a rank, and the number of its replica."""
+        """Return the stage of a rank, and which replica of this stage the rank is."""
         stage = 0
         while rank >= self.replicas[stage]:
             rank -= self.replicas[stage]
@@ -108,12 +112,12 @@ class PipelineGrid:
 
     @property
     def in_rounds(self) -> bool:
-        """Whether microbatch i belongs to replica i mod r, and not to blocks of microbatches."""
+        """Whether replicas have every r-th microbatch ("pipedream"), and not contiguous blocks."""
         return self.schedule == "pipedream"
 
     @property
     def padded(self) -> int:
-        """The number of microbatches of a step with those that have no samples, see `passes`."""
+        """The microbatches of a step, with the empty ones that "pipedream" adds to fill rounds."""
         if not self.in_rounds:
             return self.microbatches
         return pipedream_order.whole_rounds(self.microbatches, self.replicas)
@@ -135,16 +139,17 @@ class PipelineGrid:
         return self.ranks_of(stage)[next(k for k, end in enumerate(ends) if microbatch < end)]
 
     def actions(self, rank: int) -> list[StageAction]:
-        """Return what a rank does in a step, in order.
+        """Return the actions of a rank in a step, in order.
 
-        With "pipedream", it is a step before and after which the pipeline is empty.
+        With "pipedream", these are the actions of a step that begins and ends with an empty
+        pipeline.
         """
         return self._lists[rank]
 
     def passes(
         self, rank: int, empty_at: int, start: int, stop: int, drain: bool
     ) -> list[StageAction]:
-        """Return what a rank of "pipedream" does, see `pipedream_order.passes`."""
+        """Return the actions of a rank with "pipedream", see `pipedream_order.passes`."""
         stage, replica = self.place(rank)
         return pipedream_order.passes(self.replicas, stage, replica, empty_at, start, stop, drain)
 
@@ -174,25 +179,25 @@ def plan_stages(
     chunks: int = 1,
     flush: int | None = None,
 ) -> PipelineGrid:
-    """Plan what each rank does; raise ConfigError if the settings do not fit together.
+    """Return the plan of a pipeline; raise ConfigError if the settings do not fit together.
 
     Parameters
     ----------
     layers : int
         The number of layers of the model.
     cuts : sequence of int
-        Rising numbers: how many layers are before each cut.
+        For each cut, the number of layers before it. The numbers must rise.
     ranks : int
     microbatches : int
     replicas : sequence of int, optional
-        The number of ranks of each stage; by default `ranks` divided by the stages.
+        The number of ranks of each stage. By default, all stages have the same number.
     schedule : str
         One of `SCHEDULES`.
     chunks : int
         The number of chunks of each stage, for "interleaved".
     flush : int, optional
-        For "pipedream": after each `flush` microbatches, all stages finish them before the next one
-        enters. It is a multiple of all replicas.
+        For "pipedream": after each `flush` microbatches, all stages finish these microbatches
+        before the next one enters. `flush` must be a multiple of each number in `replicas`.
     """
     look_up(SCHEDULES, schedule, "schedule")
     checked_whole("chunks", chunks, 1)
@@ -202,14 +207,14 @@ def plan_stages(
     parts = len(bounds) + 1
     if parts % chunks:
         raise ConfigError(
-            f"cuts={list(bounds)}: {parts} parts are no multiple of chunks={chunks}; give a number "
-            "of cuts that makes stages times chunks parts"
+            f"cuts={list(bounds)}: {parts} parts are no multiple of chunks={chunks}; give stages "
+            "times chunks - 1 cuts"
         )
     several = _checked_replicas(replicas, parts // chunks, ranks)
     if microbatches is None:
         raise ConfigError(
-            "a pipeline needs microbatches, the number of parts of a global batch that are on "
-            "their way through the stages: give microbatches, for instance 4 times the stages"
+            "a pipeline needs microbatches, the number of parts into which a global batch is cut: "
+            "give microbatches, for instance 4 times the stages"
         )
     checked_whole("microbatches", microbatches, 1)
     if flush is not None:
@@ -223,8 +228,8 @@ def plan_stages(
         )
     if len(set(several)) > 1 and schedule not in UNEVEN:
         raise ConfigError(
-            f"replicas={list(several)}: the schedule {schedule!r} needs as many replicas of each "
-            f"stage; give equal numbers, or use {' or '.join(map(repr, UNEVEN))}"
+            f"replicas={list(several)}: the schedule {schedule!r} needs the same number of "
+            f"replicas in all stages; give equal numbers, or use {' or '.join(map(repr, UNEVEN))}"
         )
     if schedule == "interleaved":
         _check_interleaved(grid)
@@ -269,7 +274,7 @@ def _checked_replicas(replicas, stages: int, ranks: int) -> tuple[int, ...]:
 
 
 def _check_interleaved(grid: PipelineGrid) -> None:
-    """Raise ConfigError unless each pipeline has a multiple of the stages as microbatches."""
+    """Raise ConfigError unless each replica has a multiple of the stages as microbatches."""
     p, r, m = grid.stages, grid.replicas[0], grid.microbatches
 
     def fits(number: int) -> bool:
@@ -285,14 +290,14 @@ def _check_interleaved(grid: PipelineGrid) -> None:
 
 
 def _side_by_side(grid: PipelineGrid) -> list[list[StageAction]]:
-    """Return the actions of pipelines beside each other, by rank."""
+    """Return the actions of each rank, if the ranks form separate pipelines."""
     lists: list[list[StageAction]] = [[] for _ in range(grid.ranks)]
-    # Most replicas have as many microbatches as others, and so the same actions.
+    # Most replicas have the same number of microbatches, and so the same actions.
     schedule = cache(lambda count: action_lists(grid.schedule, grid.stages, count, grid.chunks))
     for k, (start, stop) in enumerate(itertools.pairwise(fixed_tree.cuts(
         grid.microbatches, grid.replicas[0]
     ))):  # fmt: skip
-        # Nothing enters if there are more replicas than microbatches.
+        # If there are more replicas than microbatches, some pipelines have no microbatch.
         for stage, actions in enumerate(schedule(stop - start) if stop > start else ()):
             lists[grid.ranks_of(stage)[k]] += [
                 one._replace(microbatch=start + one.microbatch) for one in actions
@@ -301,10 +306,11 @@ def _side_by_side(grid: PipelineGrid) -> list[list[StageAction]]:
 
 
 def _uneven(grid: PipelineGrid) -> list[list[StageAction]]:
-    """Return the actions of stages with different numbers of replicas, by rank.
+    """Return the actions of each rank, if stages have different numbers of replicas.
 
-    A stage has so many microbatches under way as the ranks from it to the end can work at, as in
-    PipeDream. If the ranks would wait for each other for ever, each may have one more.
+    As in PipeDream, the number of microbatches that a rank may have begun but not finished is the
+    number of ranks from its stage to the last stage, divided by the replicas of its stage. If the
+    ranks would then wait for each other for ever, each rank may have one more.
     """
     order, more = _order(grid), 0
     while True:
@@ -324,14 +330,15 @@ def _uneven(grid: PipelineGrid) -> list[list[StageAction]]:
         try:
             play_actions(lists, grid.stages, grid.stages)
         except ConfigError:
-            # With all forward passes first, in one order on all ranks, nobody waits for ever.
+            # This loop ends: when each rank does all its forward passes first, in the same order
+            # as the other ranks, no rank waits for ever.
             more += 1
         else:
             return lists
 
 
 def _order(grid: PipelineGrid) -> list[int]:
-    """Return the microbatches in the order in which they enter a grid of uneven replicas."""
+    """Return the order in which microbatches enter if stages differ in their replicas."""
     widest = max(range(grid.stages), key=grid.replicas.__getitem__)
     blocks = [grid.pieces(rank) for rank in grid.ranks_of(widest)]
     return [i for row in itertools.zip_longest(*blocks) for i in row if i is not None]

@@ -276,8 +276,8 @@ def test_parameters_that_do_not_fit_the_layers_are_refused_on_all_ranks(comm):
     """One stage has them, and both ranks can go on."""
     grid = plan_stages(8, cuts=[3], ranks=2, microbatches=4)
     for name, array, told in (
-        ("dense1.weight", None, "has none called 'dense1.weight'"),
-        ("dense4.bias", np.zeros(4, "f4"), r"one of shape \(4,\) called 'dense4.bias'"),
+        ("dense1.weight", None, "has no array with the name 'dense1.weight'"),
+        ("dense4.bias", np.zeros(4, "f4"), r"an array of shape \(4,\) with the name 'dense4.bias'"),
     ):
         model = network("mlp")
         model.parameters[name] = array

@@ -130,7 +130,7 @@ WRONG = [
         {"schedule": "interleaved", "microbatches": 7, "ranks": 6, "replicas": [2, 2, 2]},
         "needs a multiple of the 3 stages for each of the 2 replicas; the next one is 12",
     ),
-    ({"schedule": "zero_bubble", "ranks": 4, "replicas": [2, 1, 1]}, "as many replicas of each"),
+    ({"schedule": "zero_bubble", "ranks": 4, "replicas": [2, 1, 1]}, "the same number of replicas"),
     ({"schedule": "1f1b", "chunks": 2}, "'1f1b' has one chunk"),
     ({"schedule": "interleaved", "chunks": 2}, "3 parts are no multiple of chunks=2"),
     ({"schedule": "fast"}, "unknown schedule 'fast'"),

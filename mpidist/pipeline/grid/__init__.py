@@ -1,1 +1,1 @@
-"""What the ranks of a grid of stages and replicas do, beyond the schedules of one pipeline."""
+"""Grids of stages and replicas: which host has which stage, the order of "pipedream", new cuts."""

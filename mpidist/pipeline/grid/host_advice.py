@@ -1,10 +1,11 @@
-"""On how many hosts the workers of a model should be, from a measured network. Without MPI.
+"""Advise on how many hosts the workers of a model should be, for a measured network. Without MPI.
 
 For each number of hosts that divides the workers, the best plan is placed on the hosts so that few
-bytes cross between them (`stage_placement`). Messages are sent while the workers compute, so the
-slowest of these limits how often a microbatch is finished:
+bytes are sent between hosts (`stage_placement`). Messages are sent while the workers compute, so
+the time from one microbatch to the next is the largest of these three times, over all stages and
+hosts:
 
-    workers     seconds of a forward and a backward pass of the stage / replicas
+    workers     seconds of a forward and a backward pass of a stage / replicas of the stage
     memory      bytes to workers on the same host / bandwidth within a host
     network     bytes from a host to others / bandwidth of the host's link, each way
 """
@@ -23,16 +24,17 @@ from ..stage_partition import PipelinePlan, cut
 from ..stage_plan import plan_stages
 from .stage_placement import place_ranks, slot_links
 
-#: Layouts whose times differ by less than this share are equal: the times are estimates.
+#: Layouts whose times differ by less than this fraction count as equal, as times are estimates.
 _EQUAL = 0.02
 
 
 class HostLayout(NamedTuple):
-    """The best plan on a number of hosts.
+    """The best plan for one number of hosts.
 
-    `seconds` is the time from one microbatch to the next, `limit` is "workers", "memory" or
-    "network", and `bytes_between` are those of a microbatch that cross between hosts, both ways
-    added. `replicas` has the number of workers of each stage.
+    `seconds` is the time from one microbatch to the next. `limit` says what limits this time:
+    "workers", "memory" or "network". `bytes_between` is the number of bytes that are sent between
+    hosts for a microbatch, in both directions together. `replicas` has the number of workers of
+    each stage.
     """
 
     hosts: int
@@ -77,7 +79,7 @@ def advise_hosts(
 
 
 def best_layout(layouts: list[HostLayout]) -> HostLayout:
-    """Return the fastest layout; of nearly equal ones that with the fewest hosts."""
+    """Return the fastest layout; of nearly equal layouts, the one with the fewest hosts."""
     least = min(one.seconds for one in layouts)
     return next(one for one in layouts if one.seconds <= (1 + _EQUAL) * least)
 

@@ -1,18 +1,20 @@
-"""The order of "pipedream" on a grid: which microbatches a rank has, and when it updates.
+"""The order of "pipedream": which microbatches a rank has, and when it updates its parameters.
 
-A stage has r replicas. Microbatch i belongs to replica i mod r, so a round of r microbatches gives
-each replica one. A rank does F of its newest microbatch, then B of one that is so many rounds
-older, then U, the update with the gradients of this round. U is the same update on all replicas of
-the stage, which add their gradients in it:
+A stage has r replicas. Microbatch i belongs to replica i mod r, so each r microbatches are a round
+with one microbatch for each replica. A rank repeats three actions. F is the forward pass of its
+newest microbatch. B is the backward pass of its microbatch of an older round; the number of rounds
+between the two is the *depth* of the stage. U is the update with the gradients of this older round.
+In U the replicas of the stage add their gradients, and all make the same update:
 
     2 replicas, then 1     rank 0   F0 F2 B0 U0 F4 B2 U2 ...        stage 0, depth 1
     of the next stage      rank 1   F1 F3 B1 U1 F5 B3 U3 ...
                            rank 2   F0 B0 U0 F1 B1 U1 F2 B2 U2 ...  stage 1, depth 0
 
-So the forward pass of microbatch i uses version max(0, i // r - depth) of the stage, counted from
-the last time that the pipeline was empty; the backward pass uses the same version. The depth is
-that of PipeDream: the stage has as many microbatches under way as the ranks from it to the end can
-work at. With one rank for each stage, it is S - 1 - s.
+Version v of a stage is its parameters after v updates since the pipeline was last empty, and
+microbatches are counted from there, too. The forward and the backward pass of microbatch i use
+version max(0, i // r - depth). The depth is that of PipeDream: ceil(R / r) - 1, where R is the
+number of ranks from this stage to the last. If each of S stages has one rank, the depth of stage s
+is S - 1 - s.
 
 Reference: Narayanan et al., "PipeDream", SOSP 2019, section 3 (1F1B-RR).
 """
@@ -26,14 +28,14 @@ from ..pipeline_schedules import AHEAD, B, F, StageAction, U, with_messages
 
 
 def rounds_behind(replicas: Sequence[int], stage: int) -> int:
-    """Return how many rounds the backward passes of a stage are behind its forward passes."""
+    """Return the depth of a stage: by how many rounds its backward passes come later."""
     return -(-sum(replicas[stage:]) // replicas[stage]) - 1
 
 
 def whole_rounds(microbatches: int, replicas: Sequence[int]) -> int:
-    """Return `microbatches`, rounded up so that the rounds of all stages end with it.
+    """Return `microbatches`, rounded up to a multiple of each number in `replicas`.
 
-    The microbatches that are added have no samples.
+    So the last round of each stage is full. The microbatches that are added have no samples.
     """
     each = lcm(*replicas)
     return -(-microbatches // each) * each
@@ -43,15 +45,15 @@ def passes(
     replicas: Sequence[int], stage: int, replica: int, empty_at: int, start: int, stop: int,
     drain: bool,
 ) -> list[StageAction]:  # fmt: skip
-    """Return what a rank does when the microbatches from `start` up to `stop` enter.
+    """Return the actions of a rank when microbatches `start` up to (not with) `stop` enter.
 
     Parameters
     ----------
     empty_at : int
-        The microbatch before which the pipeline was empty. This number, `start` and `stop` are
-        multiples of all replicas, see `whole_rounds`.
+        The first microbatch since the pipeline was last empty. `empty_at`, `start` and `stop` are
+        multiples of each number in `replicas`, see `whole_rounds`.
     drain : bool
-        Whether the rank also finishes all microbatches, so that the pipeline is empty again.
+        Whether the rank also finishes all its microbatches, so that the pipeline is empty again.
     """
     r, behind = replicas[stage], rounds_behind(replicas, stage)
     mine = range(empty_at + replica, stop, r)
@@ -68,5 +70,5 @@ def passes(
             order += back(k - behind)
     for k in range(max(len(mine) - behind, 0), len(mine)) if drain else ():
         order += back(k)
-    # An update stands between the computations, so a receive begins an action earlier.
+    # Updates stand between the computations in the list, so receives begin one action earlier.
     return with_messages(order, len(replicas), AHEAD + 1)

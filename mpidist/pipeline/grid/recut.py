@@ -2,12 +2,13 @@
 
     layers     ms 4 4 4 | 4 4 4     the plan: stages of 12 and 12 ms
     measured   ms 12    | 24        ratios 1.0 and 2.0: one is 100 % above the other
-    corrected  ms 4 4 4 | 8 8 8     the profile as the last run has found it
+    corrected  ms 4 4 4 | 8 8 8     the times of the layers, multiplied by the ratio of their stage
     new cuts      4 4 4 8 | 8 8     20 and 16 ms
 
-Only the ratios of stages to each other count: on a machine that is half as fast in all stages, the
-same cuts are the best ones. The correction says nothing about the layers of one stage, so layers
-that leave a stage take its ratio with them, and the next run measures the new stages.
+Only the ratios of the stages to each other count: if all stages are half as fast, the same cuts are
+still the best. The run has measured whole stages, not single layers, so all layers of a stage are
+corrected by the same ratio, also those that move to another stage. The next run measures the new
+stages.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any, NamedTuple
 from ..layer_profile import Layer, LayerProfile, chain
 from ..stage_partition import cut
 
-#: The ratio of measured to planned time of a stage may be this share above that of another one.
+#: The cuts are kept if no stage's ratio of measured to planned time is more than this fraction
+#: above another stage's ratio.
 MOST_OFF = 0.2
 
 
@@ -32,13 +34,14 @@ class CutChoice(NamedTuple):
     origin : str
         "given", "measured" (by rank 0 before the run), "kept" from the last run, or "changed".
     before : list of int or None
-        The cuts of the last run, if it had others.
+        The cuts of the last run, if this run has computed new cuts; otherwise None.
     off : float or None
-        How much the measured times of the last run were off its plan; 0.2 is 20 %.
+        By which fraction the largest ratio of measured to planned time of a stage is above the
+        smallest ratio; 0.2 is 20 %.
     layers : list of (forward, backward, output bytes, parameter bytes)
-        The profile from which the cuts come; empty if they are given.
+        The profile from which the cuts were chosen; empty if the user gave the cuts.
     samples : int
-        The samples of the microbatch that the profile is of.
+        The number of samples of the microbatch with which the profile was measured.
     """
 
     cuts: list[int]
@@ -70,7 +73,7 @@ def best_cuts(rows: Sequence[Sequence[float]], parts: int) -> list[int]:
 def stage_ratios(
     rows: Sequence[Sequence[float]], cuts: Sequence[int], seconds: Sequence[float | None]
 ) -> list[float | None]:
-    """Return measured over planned time of each part; None where one of the two is not known."""
+    """Return measured time / planned time of each part; None where one of them is not known."""
     found = []
     for (start, stop), measured in zip(pairwise([0, *cuts, len(rows)]), seconds, strict=True):
         planned = sum(row[0] + row[1] for row in rows[start:stop])
@@ -79,15 +82,19 @@ def stage_ratios(
 
 
 def choose_again(last: Mapping[str, Any], layers: int, parts: int, samples: int):
-    """Return the `CutChoice` for a resume; None if the last run does not tell, so measure.
+    """Return the `CutChoice` for a resumed run, from the measured times of the last run.
+
+    Returns None if the last run has no profile for this model and this size of microbatches. Then
+    the layers must be measured.
 
     Parameters
     ----------
     last : mapping
-        From the checkpoint: `cuts`, `layers` and `samples` of its `CutChoice`, and `seconds`, the
-        measured time of a microbatch in each part.
+        The entry of the checkpoint: `cuts`, `layers` and `samples` of the last run's `CutChoice`,
+        and `seconds`, the measured time of a microbatch in each part.
     layers, parts, samples : int
-        Of this run: the layers of the model, the parts to cut it into, the samples of a microbatch.
+        For this run: the number of layers of the model, of parts into which the model is cut, and
+        of samples of a microbatch.
     """
     rows, cuts = last.get("layers") or [], list(last.get("cuts", ()))
     if len(rows) != layers or last.get("samples") != samples:
@@ -99,7 +106,7 @@ def choose_again(last: Mapping[str, Any], layers: int, parts: int, samples: int)
     if same and off <= MOST_OFF:
         return CutChoice(cuts, "kept", None, off, rows, samples)
     if off > MOST_OFF:
-        # Only the shape counts, so one of the stages keeps the times that it has.
+        # Only the ratios to each other count, so all are divided by the median ratio.
         usual = sorted(known)[len(known) // 2]
         bounds = [0, *cuts, layers]
         rows = [
@@ -116,7 +123,7 @@ def explain_cuts(choice: CutChoice) -> str:
     """Return the line that a resumed run prints about its cuts."""
     off = f"the stages' measured times are {choice.off:.0%} off the plan"
     if choice.origin == "kept" and choice.before is None:
-        return f"pipeline: cuts {choice.cuts} stay: {off}, at most {MOST_OFF:.0%} is no reason"
+        return f"pipeline: cuts {choice.cuts} stay: {off}, and up to {MOST_OFF:.0%} is tolerated"
     if choice.origin == "kept":
         return f"pipeline: cuts {choice.cuts} stay: {off}, and no other cuts are better"
     why = "another number of parts" if len(choice.before or ()) != len(choice.cuts) else off

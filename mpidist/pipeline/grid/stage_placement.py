@@ -1,18 +1,20 @@
-"""Which rank has which stage and replica, so that few bytes cross the network. Without MPI.
+"""Choose which rank has which stage and replica, so that few bytes are sent between hosts.
 
-A slot is a stage and a replica of it, in the order of `PipelineGrid`. Slots exchange bytes over the
-cuts, and the replicas of a stage in their sums. Either the stages of a pipeline or the replicas of
-a stage should be on one host, whichever saves more bytes:
+A slot is one replica of one stage. Slots are numbered stage by stage, as the ranks of a
+`PipelineGrid`. Slots of neighbouring stages exchange bytes over the cut between them, and the
+replicas of a stage exchange bytes when they sum their gradients. Either the stages of a pipeline or
+the replicas of a stage should be on one host, whichever saves more bytes:
 
     2 stages, 2 replicas     large outputs at the cut     large sums (many parameters)
     host A                   stage 0.0, stage 1.0         stage 0.0, stage 0.1
     host B                   stage 0.1, stage 1.1         stage 1.0, stage 1.1
 
-To choose the hosts of the slots is to cut a graph into parts of given sizes with the least weight
-of cut edges. If there are few ways, all are tried. Otherwise pairs of slots are swapped as long as
-that helps (Kernighan and Lin, "An Efficient Heuristic Procedure for Partitioning Graphs", Bell
-System Technical Journal 49(2), 1970), from three starts: the ranks as they are, the stages one
-after the other, and the pipelines one after the other.
+This is the problem to cut a graph into parts of given sizes so that the cut edges have the least
+weight. If there are few ways to give hosts to slots, all are tried. Otherwise pairs of slots are
+swapped as long as a swap saves bytes (Kernighan and Lin, "An Efficient Heuristic Procedure for
+Partitioning Graphs", Bell System Technical Journal 49(2), 1970). The swaps start from three
+placements: each slot on the rank of the same number, the hosts filled stage by stage, and the hosts
+filled pipeline by pipeline. This module needs no MPI.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from math import factorial, prod
 
 Links = Mapping[tuple[int, int], float]
 
-#: So many ways to give hosts to slots are tried one by one.
+#: Up to this number of ways to give hosts to slots, all ways are tried.
 _ALL = 5000
-#: With more ranks than this, no slots are swapped, which would take seconds.
+#: With more ranks than this, no slots are swapped, because swapping would take seconds.
 _MOST_SWAPPED = 256
 
 
@@ -39,7 +41,7 @@ def slot_links(
     ----------
     grid : PipelineGrid
     cut_bytes : sequence of float
-        For each cut, the bytes of a microbatch over it, in both directions.
+        For each cut, the bytes of a microbatch that cross the cut, in both directions.
     sum_bytes : sequence of float
         For each stage, the bytes of its parameters.
     """
@@ -51,7 +53,8 @@ def slot_links(
     for stage, size in enumerate(sum_bytes):
         r = grid.replicas[stage]
         sums = grid.padded // r if grid.in_rounds else 1
-        # Each of r replicas sends 2 (r - 1) / r of the bytes in a sum, as much to each other one.
+        # In a sum, each of r replicas sends 2 (r - 1) / r of the bytes, in equal parts to each of
+        # the r - 1 other replicas.
         for pair in combinations(grid.ranks_of(stage), 2):
             links[pair] += sums * 4 * size / r
     return {pair: size for pair, size in links.items() if size}
@@ -72,12 +75,12 @@ def place_ranks(nodes: Sequence[int], replicas: Sequence[int], links: Links) -> 
     replicas : sequence of int
         The number of slots of each stage.
     links : mapping
-        From `slot_links`.
+        The result of `slot_links`.
 
     Returns
     -------
     list of int
-        The ranks 0, 1, 2, ... if no other order sends fewer bytes between nodes.
+        For each slot, its rank: 0, 1, 2, ... if no other order sends fewer bytes between nodes.
     """
     room = Counter(nodes)
     starts = [list(nodes), *_starts(room, replicas)]
@@ -99,7 +102,7 @@ def place_ranks(nodes: Sequence[int], replicas: Sequence[int], links: Links) -> 
 
 
 def _starts(room: Counter, replicas: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the hosts of all slots, if hosts are filled by stages and by pipelines."""
+    """Yield the hosts of all slots: first if hosts are filled by stages, then by pipelines."""
     places = [node for node, count in sorted(room.items()) for _ in range(count)]
     yield places
     slots = [(k / r, stage) for stage, r in enumerate(replicas) for k in range(r)]
@@ -127,7 +130,7 @@ def _all_ways(room: Counter, slots: int) -> Iterator[list[int]]:
 
 
 def _swapped(hosts: Sequence[int], links: Links) -> list[int]:
-    """Swap the hosts of two slots as long as that saves bytes; return the hosts."""
+    """Swap the hosts of pairs of slots as long as a swap saves bytes; return the hosts."""
     hosts = list(hosts)
     if len(hosts) > _MOST_SWAPPED:
         return hosts
@@ -136,7 +139,10 @@ def _swapped(hosts: Sequence[int], links: Links) -> list[int]:
         near[a][b] = near[b][a] = size
 
     def gain(a: int, b: int) -> float:
-        """Return how many bytes a swap saves; the link between a and b crosses in any case."""
+        """Return how many bytes a swap of slots a and b saves.
+
+        The bytes between a and b are not counted: a and b are on different hosts in any case.
+        """
         saved = 0.0
         for one, other in ((a, b), (b, a)):
             for slot, size in near[one].items():

@@ -1,1 +1,1 @@
-"""The runtime of pipelines: a `Stage` computes the layers of its rank and sends to other stages."""
+"""The runtime of pipelines: `Stage` computes a rank's layers and exchanges data with stages."""

@@ -1,8 +1,9 @@
-"""Add pieces to a `PieceSum` in an order that differs from the order of their numbers.
+"""Add pieces (gradients of microbatches) to a `PieceSum` in any order of their numbers.
 
-A rank of a grid with uneven replicas gets the pieces of several blocks in turn. The sum at a node
-of the tree is computed as soon as the sums of both its halves are known, so the bits do not depend
-on the order. With V pieces that arrive from b blocks in turn, about b log2 V vectors are kept.
+If stages have different numbers of replicas, a rank gets pieces of several blocks of microbatches
+in turn. The sum at a node of the tree is computed as soon as the sums of both halves of the node
+are known. So the bits of the sum do not depend on the order. If V pieces arrive from b blocks in
+turn, about b log2 V vectors are kept in memory.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from ...collectives.schedules import fixed_tree
 
 
 class AnyOrderSum:
-    """The pieces of one rank, in any order; `sums` gets the sums of whole nodes in its order."""
+    """Takes the pieces of one rank in any order, and passes sums of whole nodes to `sums`.
+
+    `sums` is a `PieceSum`, which gets the sums of the nodes in the order that it expects.
+    """
 
     def __init__(self, sums: PieceSum):
         self.sums = sums
@@ -27,7 +31,7 @@ class AnyOrderSum:
         self._next = 0
 
     def add(self, piece: int, vector, weight: float = 1.0) -> None:
-        """Add ``weight * vector`` as the piece of this number; `vector` None stands for zeros."""
+        """Add ``weight * vector`` as the piece number `piece`; None as `vector` means zeros."""
         dtype, row = self.sums.dtype, self.sums.rows[0]
         total = self._free.pop() if self._free else array_module(row).empty(row.shape, dtype)
         if vector is None:
@@ -40,7 +44,7 @@ class AnyOrderSum:
             if node in self._nodes:
                 self._done[node] = total
                 break
-            if (index ^ 1) << level < pieces:  # otherwise the node has no second half
+            if (index ^ 1) << level < pieces:  # otherwise the parent node has only this half
                 other = self._held.pop((level, index ^ 1), None)
                 if other is None:
                     self._held[level, index] = total

@@ -1,9 +1,10 @@
-"""The steps of the schedule "pipedream": updates by round, and microbatches under way for ever.
+"""The steps of the schedule "pipedream": an update for each round, and a pipeline that stays full.
 
-At the end of a step, the microbatches are under way still that a rank has not come to in its order
-(`pipedream_order`). `drain` finishes them, and so do steps after each `flush` microbatches. The
-replicas of a stage add the gradients of a round with a `Gradients`, whose class the caller hands
-in, for a stage does not know how gradients are exchanged.
+At the end of a step, some microbatches are still under way: they have had their forward pass on
+some ranks, but not all backward passes (`pipedream_order`). `drain` finishes these microbatches. A
+step also finishes all microbatches that are under way after each `flush` microbatches. The replicas
+of a stage add the gradients of a round with an object of the class `Gradients`. The caller passes
+this class as an argument, because `pipeline/` must not depend on how gradients are exchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class PipeDreamSteps:
     def __init__(self, stage, gradients: Callable | None):
         self._stage = stage
         [chunk] = stage.chunks.values()
-        self._entered = self._empty_at = 0  # numbers of microbatches
+        # Microbatches that have entered so far, and that had entered when it was last empty.
+        self._entered = self._empty_at = 0
         exchange = None
         if gradients is not None and stage.replicas.size > 1 and chunk.parameters:
             order = [name for layer in reversed(chunk.layers) for name in layer.shapes()]
@@ -39,7 +41,7 @@ class PipeDreamSteps:
 
     @staticmethod
     def check(grid, gradients: Callable | None) -> None:
-        """Raise ConfigError if the replicas of a stage could not add their gradients."""
+        """Raise ConfigError if stages have replicas and `gradients` is None."""
         if gradients is None and max(grid.replicas) > 1:
             raise ConfigError(
                 f"replicas={list(grid.replicas)} with 'pipedream' add gradients in each update: "
@@ -55,7 +57,7 @@ class PipeDreamSteps:
             )
 
     def step(self, inputs: dict, labels: dict, sizes, total: int, update) -> tuple[list, float]:
-        """Let the microbatches of a step enter; return spans, and this rank's share of the loss.
+        """Do a step; return the times of its computations, and this rank's share of the loss.
 
         Collective.
         """
@@ -65,11 +67,11 @@ class PipeDreamSteps:
         while self._entered < stop:
             end = stop if grid.flush is None else min(stop, self._empty_at + grid.flush)
             self._do(end, drain=end - self._empty_at == grid.flush)
-        # The last stage has no microbatch under way, so the loss of the step is known.
+        # The last stage finishes all microbatches of the step, so the loss of the step is known.
         return self._pass.taken()
 
     def drain(self) -> list:
-        """Finish all microbatches under way; return the spans. Collective."""
+        """Finish all microbatches under way; return the times of the computations. Collective."""
         if self._empty_at == self._entered:
             return []
         self._do(self._entered, drain=True)
@@ -82,7 +84,7 @@ class PipeDreamSteps:
         self._entered = stop
         if drain:
             self._empty_at = stop
-            # Before that, an array may wait for a receive that begins in the next step.
+            # Only after a drain: otherwise a send may wait for a receive of the next step.
             stage.wait(stage.messages.progress, "the end of the sends")
 
     def close(self) -> None:
@@ -92,7 +94,7 @@ class PipeDreamSteps:
 
 
 class PipeDreamPass(StagePass):
-    """The microbatches of all steps on their way through a rank, which updates by round."""
+    """The actions of a rank with "pipedream", on the microbatches of all steps."""
 
     def __init__(self, stage, chunk: VersionedChunk, exchange):
         super().__init__(stage, {}, {}, {}, 1)
@@ -104,7 +106,7 @@ class PipeDreamPass(StagePass):
         self._round = stage.grid.replicas[stage.stage]
 
     def enter(self, first: int, inputs: dict, labels: dict, sizes, total: int, update) -> None:
-        """Take the microbatches of a step, of which the first one has the number `first`."""
+        """Take the microbatches of a step; `first` is the number of the first one in the run."""
         padded = [*sizes, *[0] * (self.stage.grid.padded - len(sizes))]
         self.sizes.update(enumerate(padded, first))
         self._weights.update({first + i: size / total for i, size in enumerate(padded)})
@@ -113,20 +115,23 @@ class PipeDreamPass(StagePass):
         self._update = update
 
     def taken(self) -> tuple[list, float]:
-        """Return the spans, and the loss of this rank's microbatches, since the last call."""
+        """Return the spans and the loss of this rank's microbatches since the last call."""
         found = self.spans, self._loss
         self.spans, self._loss = [], 0.0
         return found
 
     def do(self, action: StageAction) -> None:
-        """Do one action, unless the microbatch is empty; replicas do the updates together."""
+        """Do one action. Updates are collective over the replicas of the stage.
+
+        Nothing is computed for a microbatch without samples.
+        """
         if action.kind == U:
             self._update_round(action.microbatch)
         else:
             super().do(action)
 
     def _skip(self, kind: str, chunk: int, i: int) -> None:
-        pass  # the round is updated without it
+        pass  # the update of the round uses the gradients of the other microbatches only
 
     def _gradient_of_loss(self, i: int, loss: float, dy):
         if not math.isfinite(loss):
@@ -145,10 +150,10 @@ class PipeDreamPass(StagePass):
         return self._chunk.backward(i, dy, self._exchange.ready)
 
     def _add(self, c: int, i: int) -> None:
-        pass  # the update comes after the send of the input's gradient
+        pass  # the action U, which comes after the send of the input's gradient, adds and updates
 
     def _update_round(self, i: int) -> None:
-        """Update the parameters with the gradients of a round, of which `i` is this rank's."""
+        """Update the parameters with a round's gradients; `i` is this rank's microbatch of it."""
         weight, chunk = self._weight_of_round(i), self._chunk
         if weight:
             if self._exchange is not None:
@@ -163,7 +168,7 @@ class PipeDreamPass(StagePass):
             self.stage.note_stash()
             ended = time.perf_counter()
             self.stage.computing += ended - began
-            if self.sizes[i]:  # a part of the backward pass, whose gradients these are
+            if self.sizes[i]:  # the update counts as a part of the backward pass before it
                 kind, c, k, begin, end = self.spans[-1]
                 self.spans[-1] = (kind, c, k, begin, end + ended - began)
         first = i - i % self._round

@@ -1,17 +1,18 @@
 """``md.Stage``: the layers of one rank of a pipeline, and the runtime of its schedule.
 
     stage = md.Stage(comm, model, grid)        # grid = md.pipeline.plan_stages(...)
-    loss = stage.step((inputs, labels))        # the mean loss; the gradients are in the stage
+    loss = stage.step((inputs, labels))        # the mean loss; also fills stage.gradients
     optimizer.update(stage.gradients, state, stage.parameters)
     scores = stage.predict(inputs)
 
-A rank does the actions of its list (`stage_plan`) one after the other. It computes with the same
-arrays, in the same memory layout, as one rank that has the whole model, and adds the gradients of
-the microbatches in the tree of `PieceSum`. So the parameters have the same bits on any grid.
+A rank does the actions of its list (`stage_plan`) one after the other. The rank computes with the
+same arrays, in the same memory layout, as a rank that has the whole model, and adds the gradients
+of the microbatches in the tree of `PieceSum`. So the parameters have the same bits with any cuts
+and replicas.
 
-A step is one operation of the communicator's context. All waits poll, so a waiting rank notices an
-exception of another rank. The report of a hang (`md.watch`) shows the stage, the microbatch and the
-action for which a rank waits.
+A step counts as one operation of the communicator. While a rank waits, it also polls for errors, so
+it notices an exception of another rank. The report of a hang (`md.watch`) shows the stage, the
+microbatch and the action for which a rank waits.
 """
 
 from __future__ import annotations
@@ -49,23 +50,24 @@ from .synchronous_steps import SynchronousSteps
 
 
 class Stage:
-    """The stage of a pipeline on this rank. Collective over `comm`, and so are all methods.
+    """The stage of a pipeline on this rank. Collective over `comm`, as are all its methods.
 
     Parameters
     ----------
     comm : MPI.Comm
     model : object
-        A model with ``layers`` and ``loss``, such as `mpidist.models.Network`; the same parameters
-        on all replicas of a stage.
+        A model with ``layers`` and ``loss``, such as `mpidist.models.Network`. The parameters must
+        be equal on all replicas of a stage.
     grid : PipelineGrid
-        From `pipeline.plan_stages`.
+        The result of `pipeline.plan_stages`.
     gradients : callable, optional
-        `md.Gradients`, or a function with its arguments. Needed for "pipedream" with replicas: they
-        add their gradients with it in each update.
+        `md.Gradients`, or a function with the same arguments. Needed for "pipedream" with replicas,
+        which use it to add their gradients in each update.
 
     Attributes
     ----------
     stage, replica : int
+        Which stage this rank has, and which replica of this stage it is.
     halves : bool
         Whether the gradients of inputs and of weights are computed at different times.
     parameters : dict of str to array
@@ -75,19 +77,21 @@ class Stage:
     replicas : MPI.Comm
         The ranks of this stage.
     steps : int
+        The number of steps so far.
     seconds, computing : float
-        The steps so far, their time, and the part in which this rank has computed.
+        The time of these steps, and the part of it in which this rank has computed.
     kept : int
-        The most microbatches, times chunks, that this rank has kept at a time.
+        The largest number of (chunk, microbatch) pairs whose data this rank has kept at the same
+        time.
     bytes_sent : int
         The bytes that this rank has sent to other stages in the steps so far.
     cut_bytes : Counter of int
-        These bytes by cut: key c is the cut behind chunk c.
+        `bytes_sent` for each cut: key c is the cut behind chunk c.
     stash_bytes : int
-        The most bytes that this rank has kept for backward passes at a time: what the layers save,
-        and with "pipedream" old versions of the parameters.
+        The largest number of bytes that this rank has kept for backward passes at the same time:
+        data that the layers save, and with "pipedream" old versions of the parameters.
     spans : list of (kind, chunk, microbatch, begin, end)
-        The computations of the newest step, with times as those of `time.time`.
+        The computations of the newest step. Times are those of `time.time`, in seconds.
 
     Raises
     ------
@@ -111,7 +115,7 @@ class Stage:
             return {number: [a.dtype.name for a in one.values()] for number, one in arrays.items()}
 
         names = run_on_all(comm, "md.Stage", own_dtypes, _in_order)
-        # A stage without parameters computes with the dtype of the others.
+        # A stage without parameters computes with the dtype of the other stages.
         self.dtype = dtype_of(names[0])
         like = next(iter(_joined(arrays.values()).values()), None)
         self.xp = np if like is None else array_module(like)
@@ -133,7 +137,7 @@ class Stage:
         self._closed = False
 
     def _arrays(self, number: int) -> dict:
-        """Return the parameters of a chunk; the model need not have made the others."""
+        """Return the parameters of a chunk; do not make the parameters of other chunks."""
         model, mine = self.model, self.grid.layers_of(number)
         if "parameters" not in vars(model) and hasattr(model, "initial_parameters"):
             return model.initial_parameters(mine.start, mine.stop)
@@ -144,7 +148,7 @@ class Stage:
         layers = [all_layers[k] for k in mine]
         last = mine.stop == len(all_layers)
         views, vectors = flat_views(parameters, loss=widest) if parameters or last else ({}, [])
-        # No layer before `first` has parameters, so the backward pass ends there.
+        # No layer before layer `first` has parameters, so the backward pass ends at `first`.
         first = next(k for k, layer in enumerate(all_layers) if layer.shapes())
         ends = None if first < mine.start else min(first, mine.stop) - mine.start
         return self._kind.chunk(number, layers, parameters, ends, views, vectors)
@@ -161,11 +165,11 @@ class Stage:
 
     @property
     def versions(self) -> int:
-        """The most versions of the parameters that this rank has kept at a time."""
+        """The largest number of versions of the parameters that were kept at the same time."""
         return max(chunk.versions for chunk in self.chunks.values())
 
     def rows(self, count: int) -> slice | np.ndarray:
-        """Return which samples of a global batch of `count` samples this rank has, in order."""
+        """Return the indices of this rank's samples in a global batch of `count` samples."""
         bounds, pieces = BlockPartition(count, self.grid.microbatches).bounds(), self.pieces
         if not pieces:
             return slice(0, 0)
@@ -178,11 +182,13 @@ class Stage:
     def step(self, batch, update: Callable | None = None) -> float:
         """Compute the gradients of a global batch; return its mean loss. Collective.
 
-        `batch` is (inputs, labels). Only the ranks of the first stage read the inputs, and those of
-        the last stage the labels; the others need arrays of the same length. With the schedule
-        "pipedream", ``update(gradients, parameters, weight)`` is called for each round of
-        microbatches, whose samples are the share `weight` of the batch, and updates the parameters
-        in place. After the step, microbatches are under way still, see `drain`.
+        `batch` is (inputs, labels). Only the ranks of the first stage read the inputs, and only the
+        ranks of the last stage read the labels; other ranks need arrays of the same length.
+
+        With the schedule "pipedream", a stage calls ``update(gradients, parameters, weight)`` for
+        each round of microbatches. The function must update the parameters in place. `weight` is
+        the round's share of the samples of the batch. After the step, some microbatches are not
+        finished yet, see `drain`.
         """
         with self._guard("md.Stage.step"):
             inputs, labels = batch
@@ -196,13 +202,13 @@ class Stage:
         return float(loss[0])
 
     def predict(self, inputs):
-        """Return one row of scores per sample, on all ranks, after `drain`. Collective."""
+        """Return one row of scores per sample, on all ranks. Collective. Calls `drain` first."""
         self.drain()
         with self._guard("md.Stage.predict"):
             rows = self.rows(len(inputs))
             sizes = BlockPartition(len(inputs), self.grid.microbatches).counts()
         found = self.forward(inputs[rows], sizes)
-        # Without samples, nobody knows the number of scores.
+        # Without samples, the number of scores of a row is not known.
         mine = np.concatenate(found) if found else None if len(inputs) else np.empty((0, 0), "f4")
 
         def form() -> tuple | None:
@@ -224,18 +230,18 @@ class Stage:
     def run(
         self, inputs, labels, sizes: Sequence[int], total: int, update: Callable | None = None
     ) -> None:
-        """Do all actions of a step, and sum the gradients over the microbatches.
+        """Do all actions of a step, and sum the gradients over the microbatches. Collective.
 
         Parameters
         ----------
         inputs, labels : arrays
-            The samples of this rank's microbatches, one after the other. Read only where
-            `reads_inputs` or `reads_labels`.
+            The samples of this rank's microbatches, one after the other. `inputs` are used only on
+            ranks with `reads_inputs`, and `labels` only on ranks with `reads_labels`.
         sizes : sequence of int
-            The number of samples of each microbatch of all ranks; it may be 0.
+            The number of samples of each microbatch of all ranks. A number may be 0.
         total : int
-            The number of samples whose mean is computed: the gradients of a microbatch count as
-            much as its samples, divided by `total`.
+            The number of samples of the mean: the mean gradients of a microbatch are multiplied by
+            the number of its samples, divided by `total`.
         update : callable
             Needed for "pipedream", see `step`.
         """
@@ -250,10 +256,10 @@ class Stage:
         self.steps += 1
 
     def drain(self) -> None:
-        """Finish the microbatches that are under way with "pipedream", and their updates.
+        """Finish the microbatches that are under way with "pipedream", and make their updates.
 
-        Collective. With other schedules, nothing is under way between steps. The updates use the
-        function `update` of the last step.
+        Collective. The updates call the function `update` that was passed to the last step. With
+        other schedules, each step finishes all its microbatches, so this does nothing.
         """
         if not self.grid.in_rounds:
             return
@@ -264,7 +270,7 @@ class Stage:
         self.bytes_sent += self.messages.bytes_sent - sent
 
     def _note_times(self, spans: list[tuple[str, int, int, float, float]]) -> None:
-        """Add the times of a step's computations, which become the newest `spans`."""
+        """Add the times of a step's computations to the statistics, and keep them as `spans`."""
         zero = time.time() - time.perf_counter()
         if spans:  # a drain may have nothing to do
             self.spans = [
@@ -275,7 +281,7 @@ class Stage:
             self._times[chunk, kind] = seconds + end - begin, count + 1
 
     def note_stash(self) -> None:
-        """Note what is kept now."""
+        """Update the maxima `kept` and `stash_bytes` with what this rank keeps now."""
         chunks = self.chunks.values()
         self.kept = max(self.kept, sum(one.kept for one in chunks))
         self.stash_bytes = max(self.stash_bytes, sum(one.stash_bytes for one in chunks))
@@ -285,14 +291,18 @@ class Stage:
         return {key: seconds / count for key, (seconds, count) in self._times.items()}
 
     def staleness(self) -> tuple[int, float]:
-        """Return how many updates a gradient of this rank has missed at most, and in the mean."""
+        """Return the maximum and the mean of the number of updates that a gradient has missed.
+
+        An update is missed if it came after the forward pass that led to the gradient, and before
+        the update with this gradient.
+        """
         chunks = self.chunks.values()
         used = sum(one.gradients_used for one in chunks)
         missed = sum(one.staleness for one in chunks)
         return max(one.stalest for one in chunks), missed / max(used, 1)
 
     def forward(self, inputs, sizes: Sequence[int]) -> list:
-        """Return the scores of this rank's microbatches; empty but on the last stage."""
+        """Return the scores of this rank's microbatches; an empty list if not on the last stage."""
         with self._operation("md.Stage.predict", sizes):
             x, _ = self._cut(inputs, None, sizes)
             padded = [*sizes, *[0] * (self.grid.padded - len(sizes))]
@@ -306,7 +316,7 @@ class Stage:
     def visit(self, arrays: dict, function: Callable[[str, Any], None]) -> None:
         """Call ``function(name, array)`` on rank 0 for the arrays of all stages.
 
-        They come in the order of their names, and one at a time is sent to rank 0.
+        The arrays come in the order of their names, and are sent to rank 0 one at a time.
         """
         mine = {} if self.replica else dict.fromkeys(arrays, self.rank)
         owners = run_on_all(self.comm, "md.Stage: names", lambda: mine, _joined)
@@ -331,24 +341,25 @@ class Stage:
         return self._loss if self.reads_labels else 0.0
 
     def _operation(self, name: str, sizes: Sequence[int]) -> ExitStack:
-        """Begin an operation, which an exception of any rank ends on all ranks of the pipeline."""
+        """Return a context manager for an operation: an error of one rank ends it on all ranks."""
         told = Signature(name, "", f"({sum(sizes)})", extra=f"microbatches of {list(sizes)}")
         with self._guard(name) as stack:
             self.context.begin(told)
             return stack.pop_all()
 
     def _guard(self, name: str) -> ExitStack:
-        """Return a context manager that sends an exception to all ranks of the pipeline."""
+        """Return a context manager that reports an exception to all ranks of the pipeline."""
         if self._closed:
             raise ClosedError("this stage is closed")
         with ExitStack() as stack:
-            # A replica may wait for this rank in the sum already, so it is told there, too.
+            # A replica may already wait for this rank in a sum over `replicas`, so the exception
+            # is reported on this communicator, too.
             stack.enter_context(of(self.replicas).call(name))
             stack.enter_context(self.context.call(name))
             return stack.pop_all()
 
     def _cut(self, inputs, labels, sizes) -> tuple[dict, dict]:
-        """Return the inputs and the labels of each microbatch of this rank, checked."""
+        """Check the inputs and the labels, and cut them into this rank's microbatches."""
         mine = [sizes[i] for i in self.pieces]
         if self.reads_inputs and hasattr(self.model, "sample_shape"):
             check_input_shape(self.model, inputs)
@@ -363,7 +374,7 @@ class Stage:
         return x, y
 
     def wait(self, test: Callable[[], bool], what: str) -> None:
-        """Wait until `test` is true; in a long wait, an event records `what` the rank waits for."""
+        """Wait until `test()` is true; a long wait logs an event with `what`, the awaited thing."""
         if test():
             return
         late: float | None = time.monotonic() + polling.PATIENCE + 0.2
@@ -387,14 +398,14 @@ class Stage:
         self._closed = True
         self._steps.close()
         if self.context.failed or of(self.replicas).failed:
-            return  # messages may be on their way
+            return  # after an error, messages may still be on their way, so nothing is freed
         free(self.replicas)
         self.replicas.Free()
         self.messages.comm.Free()
 
 
 def _facts(comm, model, grid: PipelineGrid, gradients: Callable | None) -> dict:
-    """Check the arguments of `Stage`; return those that must be equal on all ranks."""
+    """Check the arguments of `Stage`; return the facts that must be equal on all ranks."""
     if not isinstance(grid, PipelineGrid):
         raise ConfigError(f"grid is {type(grid).__name__}; expected md.pipeline.plan_stages(...)")
     layers = check_layers(model)
@@ -405,7 +416,7 @@ def _facts(comm, model, grid: PipelineGrid, gradients: Callable | None) -> dict:
     if grid.in_rounds:
         PipeDreamSteps.check(grid, gradients)
     shapes = {name: shape for layer in layers for name, shape in layer.shapes().items()}
-    # The replicas of a stage are copies, so they cannot have different parts of a layer.
+    # The replicas of a stage have equal parameters, so they cannot have different parts of a layer.
     parts = {
         name: str(layer.window(name))
         for layer in layers if hasattr(layer, "window") for name in layer.shapes()
@@ -419,7 +430,7 @@ def _first_known(values: list):
 
 
 def _in_order(values: list[dict[int, list[str]]]) -> list[str]:
-    """Return the dtypes of all parameters without repetition, in the order of the chunks."""
+    """Return each dtype of the parameters once, in the order of the chunks."""
     return list(dict.fromkeys(name for _, one in sorted(_joined(values).items()) for name in one))
 
 

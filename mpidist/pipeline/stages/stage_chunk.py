@@ -1,4 +1,4 @@
-"""The layers that one rank has of a pipeline without a gap, their gradients and their sums."""
+"""A chunk: layers of one rank that follow each other, with the sums of their gradients."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ def _nothing(name: str) -> None:
 
 
 class Chunk:
-    """Some layers of a model in a row.
+    """Some layers of a model that follow each other.
 
     Parameters
     ----------
     number : int
+        The number of the chunk in the model.
     layers : sequence
         The layers, as in `mpidist.models.layers`.
     parameters : dict
         The arrays of these layers by name.
     first : int or None
-        The layer at which the backward pass ends, because no layer before it has parameters;
-        counted in these layers. None if it goes on into the chunk before.
+        The index in `layers` at which the backward pass ends, because no layer before has
+        parameters. None if the backward pass goes on in the chunk before.
     views, vectors
-        The gradients of a microbatch by name, and the vectors over which they lie; the last two
-        numbers of the first vector are free, and the last chunk puts the loss there.
+        `views` are the gradients of a microbatch by name. They are views of `vectors`. The last two
+        numbers of the first vector belong to no gradient; the last chunk puts the loss there.
     """
 
-    #: The most versions of the parameters at a time; see `VersionedChunk`, also for the others.
+    #: The largest number of versions of the parameters at the same time. `VersionedChunk` explains
+    #: this attribute and the next three, which never change here.
     versions = 1
     gradients_used = stalest = staleness = 0
 
@@ -40,19 +42,20 @@ class Chunk:
         self.gradients, self.vectors = views, vectors
         self._write_into(views)
         self._tapes: dict[int, list] = {}
-        self._later: dict[int, list] = {}  # what `backward_weights` needs
-        self._bytes: dict[int, int] = {}  # of what microbatches keep for their backward pass
-        self._kept_bytes: dict[tuple, int] = {}  # by the shape of the input
-        self.parts: list[SumPart] = []  # the last layers first
-        self._added: set[int] = set()  # the parts that have the gradients of the newest microbatch
+        self._later: dict[int, list] = {}  # microbatch -> what `backward_weights` needs
+        self._bytes: dict[int, int] = {}  # microbatch -> bytes kept for its backward pass
+        self._kept_bytes: dict[tuple, int] = {}  # shape of the input -> bytes kept for such a one
+        self.parts: list[SumPart] = []  # the part with the last layers comes first
+        self._added: set[int] = set()  # the parts to which the newest microbatch has been added
 
     def _write_into(self, views: dict) -> None:
-        # The first axis of what a layer writes has an entry for each microbatch, here for one.
+        # Layers write gradients with an additional first axis over microbatches. Here it has length
+        # 1, because this chunk computes one microbatch at a time.
         self._written = {name: view[None] for name, view in views.items()}
 
     @property
     def kept(self) -> int:
-        """How many microbatches have had their forward pass here, but not their backward pass."""
+        """The number of microbatches that have had a forward but no complete backward pass here."""
         return len(self._tapes) + len(self._later)
 
     @property
@@ -62,11 +65,11 @@ class Chunk:
 
     @property
     def learns(self) -> bool:
-        """Whether a layer here or before has parameters, so a backward pass is needed."""
+        """Whether a backward pass is needed: a layer of this or an earlier chunk has parameters."""
         return self.first is None or self.first < len(self.layers)
 
     def open_sums(self, comm, pieces: int, in_order: bool) -> None:
-        """Make the sums over the replicas of this stage. Collective over `comm`.
+        """Make the sums over the replicas of this stage, `comm`. Collective over `comm`.
 
         `in_order` says whether the microbatches come in the order of their numbers.
         """
@@ -83,7 +86,7 @@ class Chunk:
                 self.parts.append(SumPart(comm, vector[start:end], pieces, inside, in_order))
 
     def forward(self, microbatch: int, x, keep: bool):
-        """Return the output for an input; with `keep`, keep what `backward` needs."""
+        """Return the output for the input `x`; with `keep`, keep what `backward` needs."""
         tape, entered = [], x
         for layer in self.layers:
             x, saved = layer.forward(self.parameters, x)
@@ -98,14 +101,14 @@ class Chunk:
         return x
 
     def used_by(self, microbatch: int) -> dict:
-        """Return the parameters with which a microbatch had its forward pass."""
+        """Return the parameters that the forward pass of a microbatch has used."""
         return self.parameters
 
     def backward(self, microbatch: int, dy, ready: Callable[[str], None] = _nothing):
         """Write the gradients of a microbatch; return the gradient of the input.
 
-        The result is None if no layer before needs it. ``ready(name)`` is called as soon as a
-        gradient is final.
+        The result is None if no layer before this chunk has parameters. ``ready(name)`` is called
+        as soon as the gradient of the parameter `name` is final.
         """
         tape, parameters = self._tapes.pop(microbatch), self.used_by(microbatch)
         del self._bytes[microbatch]
@@ -118,9 +121,10 @@ class Chunk:
         return dy if self.first is None else None
 
     def backward_input(self, microbatch: int, dy):
-        """Return the gradient of the input as `backward` does; `backward_weights` comes later.
+        """Return the gradient of the input, as `backward` does. Call `backward_weights` later.
 
-        A layer without the two halves is run whole, and its gradients are kept until then.
+        A layer whose backward pass cannot be split computes all gradients here. They are kept until
+        `backward_weights` is called.
         """
         tape, later = self._tapes.pop(microbatch), []
         last = 0 if self.first is None else self.first
@@ -138,7 +142,7 @@ class Chunk:
         return dy if self.first is None else None
 
     def backward_weights(self, microbatch: int, ready: Callable[[str], None] = _nothing) -> None:
-        """Write the gradients of a microbatch, after its `backward_input`."""
+        """Write the gradients of a microbatch. Called after `backward_input`."""
         del self._bytes[microbatch]
         for layer, saved, dy in self._later.pop(microbatch):
             if layer is None:
@@ -154,16 +158,17 @@ class Chunk:
             self.vectors[0][-2] = loss
 
     def add_ready(self, microbatch: int, weight: float, ready: set[str]) -> None:
-        """Add the gradients of those parts whose gradients are all among the names in `ready`."""
+        """Add the gradients of each part of which all names are in `ready`."""
         for k, part in enumerate(self.parts):
             if k not in self._added and part.names and part.names <= ready:
                 part.add(microbatch, weight)
                 self._added.add(k)
 
     def add(self, microbatch: int, weight: float | None) -> None:
-        """Add the gradients of a microbatch, times `weight`; None for one without samples.
+        """Add the gradients of a microbatch, multiplied by `weight`.
 
-        Those parts that `add_ready` has added are left out.
+        `weight` is None for a microbatch without samples. The parts that `add_ready` has already
+        added are left out.
         """
         for k, part in enumerate(self.parts):
             if k not in self._added:
@@ -176,13 +181,13 @@ class Chunk:
         return float(self.vectors[0][-2]) if self.vectors else 0.0
 
     def close(self) -> None:
-        """Free the sums. Collective over the replicas of the stage, but without a message."""
+        """Free the sums. Collective over the replicas of the stage; no messages are sent."""
         for part in self.parts:
             part.sums.close()
 
 
 def array_bytes(saved: Any) -> int:
-    """Return the bytes of the arrays in nested sequences, those of one memory once."""
+    """Return the bytes of all arrays in nested sequences; memory that arrays share counts once."""
     found: dict[int, int] = {}
 
     def visit(one: Any) -> None:
@@ -193,7 +198,7 @@ def array_bytes(saved: Any) -> int:
             base = one
             while getattr(base, "base", None) is not None and hasattr(base.base, "nbytes"):
                 base = base.base
-            # A view may be a part of a batch, or have each element several times.
+            # A view may be smaller than its base (a part of a batch) or larger (by broadcasting).
             size = min(one.nbytes, base.nbytes)
             found[id(base)] = max(found.get(id(base), 0), size)
 

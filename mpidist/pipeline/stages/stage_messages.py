@@ -1,16 +1,17 @@
 """The messages between stages: arrays that arrive with the same memory layout.
 
-An array is sent in the order of its memory, and the receiver makes an array with the same strides
-(`activation_wire`). The layout is not computed beforehand: with the first array for a number of
-samples, the sender sends its layout in a short message ahead. Until the layout has come, the
-receiver only records what it must receive. After that, a receive begins when the stage asks for it,
-which is before the stage needs the data:
+An array is sent as it lies in memory, and the receiver makes an array with the same strides
+(`activation_wire`). The receiver does not know the layout (dtype, shape and strides) at first. So
+before the first array with a new number of samples, the sender sends the layout in a short message.
+Until this layout has arrived, the receiver only notes which arrays it must receive. After that, a
+receive begins as soon as the stage calls `receive`, which is before the stage needs the data:
 
     sender      layout | data 0 | data 1 | ...
     receiver    waits for the layout, then receives 0; receives of 1, 2, ... begin ahead
 
-All messages between two ranks that have the same channel (a direction of a chunk) come in one
-order. The buffers of receives are used again when their owner gives them back.
+Each chunk has one channel (one MPI tag) for arrays of the forward pass and one for arrays of the
+backward pass. Messages between two ranks on the same channel arrive in the order in which they were
+sent. `give_back` returns the buffers of received arrays, for later receives.
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ from ...runtime.elastic_requests import test_all
 from ...tensors import dtype_of
 from ..activation_wire import from_wire, to_wire
 
-#: Bytes of the message with a layout, and the most bytes of one message of data.
+#: The bytes of a message with a layout, and the largest number of bytes of one message of data.
 _LAYOUT_BYTES, _MOST = 1024, 1 << 30
-#: Bytes to which a buffer is aligned.
+#: The addresses of buffers are multiples of this number of bytes.
 _ALIGN = 64
 
 
 class ArrayLayout(NamedTuple):
-    """The dtype of an array, and what `from_wire` needs."""
+    """The dtype, shape and strides of an array."""
 
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
     def encode(self, samples: int) -> np.ndarray:
-        """Return the message that tells this layout for a number of samples."""
+        """Return the message that tells the receiver this layout for a number of samples."""
         text = json.dumps([samples, self.dtype, self.shape, self.strides]).encode()
         return np.frombuffer(text.ljust(_LAYOUT_BYTES), np.uint8)
 
     @classmethod
     def decode(cls, data: np.ndarray) -> tuple[int, ArrayLayout]:
-        """Return the number of samples and the layout of a message that `encode` has made."""
+        """Return the number of samples and the layout from a message that `encode` has made."""
         samples, dtype, shape, strides = json.loads(data.tobytes())
         return samples, cls(dtype, tuple(shape), tuple(strides))
 
@@ -62,7 +63,7 @@ class ArrayLayout(NamedTuple):
 
 
 class Arrival:
-    """One array that is received."""
+    """The receive of one array."""
 
     def __init__(self, messages: StageMessages, source: int, channel: int, samples: int):
         self.messages, self.source, self.channel = messages, source, channel
@@ -73,7 +74,7 @@ class Arrival:
         self._here = False
 
     def test(self) -> bool:
-        """Return whether the array is here."""
+        """Return whether the array has arrived."""
         if self.requests is None:
             self.messages.begin_receives(self.source, self.channel)
         if not self._here and self.requests is not None:
@@ -81,8 +82,8 @@ class Arrival:
         return self._here
 
     def array(self):
-        """Return the array, after `test` has been true. It is valid until `give_back`."""
-        assert self.layout is not None  # `test` was true
+        """Return the array, after `test` has returned True. It is valid until `give_back`."""
+        assert self.layout is not None  # because `test` has returned True
         events.total.messages_received += 1
         events.total.bytes_received += self.layout.nbytes
         xp = self.messages.xp
@@ -98,7 +99,7 @@ class StageMessages:
     Parameters
     ----------
     comm : MPI.Comm
-        A communicator that nobody else uses.
+        A communicator that is used for nothing else.
     xp : module
         The array module of the received arrays.
     """
@@ -118,13 +119,13 @@ class StageMessages:
         layout, memory = ArrayLayout(buffer.dtype.name, shape, strides), buffer.view(np.uint8)
         memory = memory if self.xp is np else memory.get()
         key, requests = (dest, channel, samples), list[MPI.Request]()
-        # Kept before the first send, so that the memory outlives an exception.
+        # Stored before the first send begins, so that an exception does not free the memory.
         self._sending.append((requests, memory, ()))
         if self._told.get(key) != layout:
             if key in self._told:
                 raise ProtocolError(
-                    f"a layer gave an array of {layout}, and before, for as many samples, one of "
-                    f"{self._told[key]}; the layout may depend on the number of samples only"
+                    f"a layer returned an array of {layout}, and earlier, for the same number of "
+                    f"samples, one of {self._told[key]}; the layout may only depend on this number"
                 )
             self._told[key] = layout
             header = layout.encode(samples)
@@ -144,7 +145,7 @@ class StageMessages:
         return one
 
     def begin_receives(self, source: int, channel: int) -> None:
-        """Begin the receives that are noted, in their order, as far as their layouts are known."""
+        """Begin the noted receives in their order, up to the first one with an unknown layout."""
         noted = self._noted[source, channel]
         while noted:
             one = noted[0]
@@ -172,18 +173,18 @@ class StageMessages:
         return memory[start : start + nbytes]
 
     def give_back(self, arrived: Sequence[Arrival], after: list[MPI.Request]) -> None:
-        """Use the buffers of received arrays again, when the sends `after` have ended.
+        """Allow new receives to use the buffers of `arrived`, after the sends `after` have ended.
 
-        Nobody but these sends uses the arrays any more.
+        Only these sends may still use the received arrays.
         """
         self._sending.append((after, None, arrived))
 
     def drop(self, arrived: Arrival) -> None:
-        """Forget an array that will not be received again, and its layout."""
+        """Free the buffer of an array, and forget its layout: no such array will come again."""
         del self._known[arrived.source, arrived.channel, arrived.samples]
 
     def drop_sent(self, dest: int, channel: int, samples: int) -> None:
-        """Forget the layout of an array that was sent, because its receiver has dropped it."""
+        """Forget that the layout of an array was sent, because the receiver has forgotten it."""
         del self._told[dest, channel, samples]
 
     def progress(self) -> bool:

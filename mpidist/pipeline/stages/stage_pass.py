@@ -1,4 +1,4 @@
-"""One pass of a schedule on a rank: the code of each kind of action."""
+"""How a rank does each kind of action of a schedule."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ def _nothing(name: str) -> None:
 
 
 class StagePass:
-    """The microbatches of one step on their way through this rank."""
+    """The actions of one step on this rank, and the data of its microbatches."""
 
     def __init__(self, stage, sizes, inputs: dict, labels: dict | None, total: int | None):
         self.stage, self.sizes, self.total = stage, sizes, total
-        self.inputs, self.labels = inputs, labels  # of the microbatches that have not entered
+        # microbatch -> array, for the microbatches that this rank has not begun.
+        self.inputs, self.labels = inputs, labels
         self.scores: dict[int, Any] = {}
-        #: For each chunk, the microbatch whose gradients are added last, and the sums.
+        #: For each chunk, the microbatch whose gradients are added last; and the queue of the sums.
         self.last: dict[int, int] = {}
         self.queue = SumQueue(())
-        #: What was computed: kind, chunk, microbatch, and times of `time.perf_counter`.
+        #: The computations: kind, chunk, microbatch, begin and end (times of `time.perf_counter`).
         self.spans: list[tuple[str, int, int, float, float]] = []
         self._losses: dict[int, float] = {}
         self._arriving: dict[StageAction, Arrival] = {}
-        self._held: dict[tuple[int, int], list[Arrival]] = {}  # by chunk and microbatch
-        self._made: dict[StageAction, Any] = {}  # what the next send sends
-        self._sent: dict[tuple[int, int], list] = {}  # by chunk and microbatch: the last send
+        # (chunk, microbatch) -> received arrays whose buffers are still in use.
+        self._held: dict[tuple[int, int], list[Arrival]] = {}
+        self._made: dict[StageAction, Any] = {}  # action -> the array that it will send or use
+        # (chunk, microbatch) -> requests of the send of the input's gradient.
+        self._sent: dict[tuple[int, int], list] = {}
 
     def do(self, action: StageAction) -> None:
-        """Do one action, unless the microbatch is empty."""
+        """Do one action; for a microbatch without samples, nothing is computed or sent."""
         kind, chunk, i = action
         fault_point("action")
         if not self.sizes[i]:
@@ -47,7 +50,7 @@ class StagePass:
         self.stage.messages.progress()
 
     def _skip(self, kind: str, chunk: int, i: int) -> None:
-        """Do what an action needs whose microbatch is empty."""
+        """Do an action whose microbatch has no samples: count its gradients as added."""
         if kind in (B, W):
             if chunk == self.stage.last_chunk:
                 self.stage.chunks[chunk].note_loss(0.0)
@@ -67,17 +70,17 @@ class StagePass:
         else:
             losses, dy = stage.model.loss(y, self.labels.pop(i))
             self._made[StageAction(B, c, i)] = self._gradient_of_loss(i, float(losses[0]), dy)
-        if self.total is not None:  # the figures are those of steps only
+        if self.total is not None:  # statistics are for steps, not for predictions
             self._computed(F, c, i, began)
             stage.note_stash()
 
     def _gradient_of_loss(self, i: int, loss: float, dy):
-        """Note the loss of a microbatch; return its gradient."""
+        """Note the loss of a microbatch; return the gradient of the loss."""
         self._losses[i] = loss
         return dy
 
     def _computed(self, kind: str, c: int, i: int, began: float) -> None:
-        """Note the span of an action."""
+        """Note when a computation began and that it ended now."""
         ended = time.perf_counter()
         self.stage.computing += ended - began
         self.spans.append((kind, c, i, began, ended))
@@ -115,7 +118,10 @@ class StagePass:
         return self.stage.chunks[c].backward(i, dy, self._ready(c, i))
 
     def _ready(self, c: int, i: int) -> Callable[[str], None]:
-        """Return what a layer calls when a gradient is final: sums begin in the last pass."""
+        """Return the function that the backward pass calls when a gradient is final.
+
+        In the last backward pass of a chunk, this function begins the sums of complete parts.
+        """
         chunk, names, weight = self.stage.chunks[c], set[str](), self.sizes[i] / self.total
         if c == self.stage.last_chunk:
             chunk.note_loss(self._losses.pop(i))
@@ -135,16 +141,17 @@ class StagePass:
         self.stage.chunks[c].add(i, self.sizes[i] / self.total)
         ended = time.perf_counter()
         self.stage.computing += ended - began
-        self.spans[-1] = (*self.spans[-1][:4], ended)  # the backward pass whose gradients these are
+        # The addition counts as a part of the backward pass before it.
+        self.spans[-1] = (*self.spans[-1][:4], ended)
         self.queue.progress()
 
     def _done(self, c: int, i: int) -> None:
-        """Give back the buffers of a microbatch that has passed, as soon as its send has ended."""
-        # The gradient that is sent may lie in the memory in which another one has arrived.
+        """Give back the buffers of a finished microbatch, for use after its last send has ended."""
+        # A gradient that is sent may be in the same memory as a gradient that was received.
         self.stage.messages.give_back(self._held.pop((c, i), ()), self._sent.pop((c, i), []))
 
     def _arrived(self, kind: str, receive: str, c: int, i: int):
-        """Return the array that an action of `kind` needs, as soon as it is here."""
+        """Wait for the array that an action of `kind` needs, and return it."""
         one = self._arriving.pop(StageAction(receive, c, i))
         self.stage.wait(one.test, f"{kind} of microbatch {i} in chunk {c}")
         if self.total is not None:
@@ -179,7 +186,7 @@ class StagePass:
             self._done(c, i)
 
 
-#: What a rank does for each kind of action.
+#: kind of action -> the method that does it.
 _DOES = {
     F: StagePass._forward,
     B: StagePass._backward,

@@ -1,6 +1,7 @@
-"""Steps whose gradients are summed over the microbatches; the parameters do not change meanwhile.
+"""The steps of all schedules but "pipedream": gradients are summed over all microbatches of a step.
 
-The sum is that of `PieceSum` over the replicas of a stage, so it has the bits of one rank.
+The parameters do not change during a step. `PieceSum` adds the gradients over the replicas of a
+stage, so the sum has the same bits as on one rank.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class SynchronousSteps:
         order = [one.microbatch for one in self._actions if one.kind in (B, W)]
         for chunk in stage.chunks.values():
             chunk.open_sums(stage.replicas, grid.microbatches, in_order=order == sorted(order))
-        # The last chunk has its last backward pass first.
+        # The last chunk is the first to finish its backward passes.
         chunks = reversed(sorted(stage.chunks))
         self._queue = SumQueue([part for c in chunks for part in stage.chunks[c].parts])
         self._last = {one.chunk: one.microbatch for one in self._actions if one.kind in (B, W)}
@@ -35,30 +36,30 @@ class SynchronousSteps:
         if update is not None:
             raise ConfigError(
                 f"update is {type(update).__name__}, and the schedule "
-                f"{self._stage.grid.schedule!r} takes none: only 'pipedream' updates in a step"
+                f"{self._stage.grid.schedule!r} takes none: only 'pipedream' updates during a step"
             )
 
     def step(self, inputs: dict, labels: dict, sizes, total: int, update) -> tuple[list, float]:
-        """Do a step; return its spans, and this rank's share of the mean loss. Collective."""
+        """Do a step; return its times, and this rank's share of the mean loss. Collective."""
         stage = self._stage
         one_pass = StagePass(stage, sizes, inputs, labels, total)
         one_pass.last, one_pass.queue = self._last, self._queue
         for action in self._actions:
             one_pass.do(action)
-        # The sums come first, for the receiver of a send may be at its last backward passes.
+        # Finish the sums before the sends, because the receiver of a send may still be computing.
         self._queue.finish()
         stage.wait(stage.messages.progress, "the end of the sends")
-        # All replicas of the last stage know the whole loss.
+        # All replicas of the last stage have the loss of the whole batch; one of them returns it.
         loss = 0.0
         if stage.reads_labels and stage.replica == 0:
             loss = stage.chunks[stage.last_chunk].loss
         return one_pass.spans, loss
 
     def drain(self) -> list:
-        """Return no spans: nothing is on its way between two steps."""
+        """Return an empty list: between two steps, no microbatch is under way."""
         return []
 
     def close(self) -> None:
-        """Free the sums. Collective over the replicas of the stage, but without a message."""
+        """Free the sums. Collective over the replicas of the stage; no messages are sent."""
         for chunk in self._stage.chunks.values():
             chunk.close()

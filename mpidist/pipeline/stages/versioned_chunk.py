@@ -1,7 +1,7 @@
 """A chunk whose parameters change while microbatches are under way, as with "pipedream".
 
-A microbatch has its backward pass with the parameters of its forward pass. Before an update, the
-parameters are copied if a microbatch that is under way has begun with them:
+The backward pass of a microbatch uses the same parameters as its forward pass. Therefore parameters
+are copied before an update, if a microbatch has used them in its forward pass and has not finished:
 
     F0 F1 F2   B0 U0   F3   B1 U1
     begun with version 0    1
@@ -19,18 +19,20 @@ class VersionedChunk(Chunk):
     Attributes
     ----------
     versions : int
-        The most versions of the parameters that were kept at a time.
+        The largest number of versions of the parameters that were kept at the same time.
     updates : int
+        The number of updates.
     gradients_used : int
-        How many microbatches have had their update.
+        The number of microbatches whose gradients an update has used.
     stalest, staleness : int
-        How many updates a gradient has missed at most, and the sum over all gradients.
+        The number of updates between a microbatch's forward pass and the update with its gradients:
+        the maximum, and the sum over all microbatches.
     """
 
     def __init__(self, *given):
         super().__init__(*given)
-        self._old: dict[int, dict] = {}  # parameters of microbatches that are older than an update
-        self._begun: dict[int, int] = {}  # updates before the forward pass of a microbatch
+        self._old: dict[int, dict] = {}  # microbatch -> copy of the parameters that it has used
+        self._begun: dict[int, int] = {}  # microbatch -> number of updates before its forward pass
         self.versions = 1
         self.updates = self.gradients_used = self.stalest = self.staleness = 0
 
@@ -41,7 +43,7 @@ class VersionedChunk(Chunk):
         return super().stash_bytes + sum(a.nbytes for one in old.values() for a in one.values())
 
     def use_gradients(self, views: dict) -> None:
-        """Write gradients into these arrays from now on."""
+        """Write gradients into the arrays `views` from now on."""
         self.gradients = views
         self._write_into(views)
 
@@ -52,14 +54,14 @@ class VersionedChunk(Chunk):
         return super().forward(microbatch, x, keep)
 
     def used_by(self, microbatch: int) -> dict:
-        """Return the parameters with which a microbatch had its forward pass, and forget them."""
+        """Return the parameters that a microbatch's forward pass has used; forget the old copy."""
         return self._old.pop(microbatch, self.parameters)
 
     def before_update(self, microbatch: int) -> None:
-        """Keep the parameters for the microbatches under way: an update by `microbatch` follows.
+        """Copy the parameters if microbatches under way need them: an update follows.
 
-        Those that began before an earlier update keep the version that they have. The microbatch is
-        one of this rank, and may have no samples.
+        Microbatches that have a copy of an older version keep it. The update uses the gradients of
+        `microbatch`, which belongs to this rank and may have no samples.
         """
         begun = self._begun.pop(microbatch, None)
         if begun is not None:
