@@ -1,7 +1,8 @@
-"""Ranks that train models of their own, and average them with a few peers every few steps.
+"""Each rank trains a model of its own, and averages it with a few other ranks every few steps.
 
-`peer_plan` says who averages with whom in each round, and proves that the graph connects all ranks
-and keeps the mean. `round_gate` says when a rank may go on with its steps. Both need no MPI.
-`peer_messages` and `async_messages` carry a plan out, and `mixed_arrays` computes the averages.
-`md.PeerAverage` uses them in `md.train`.
+`peer_plan` says which ranks average with each other in each round. It checks that the plan connects
+all ranks and that a round does not change the mean of all models. `round_gate` says when a rank has
+received enough models to end a round. `peer_plan` and `round_gate` need no MPI. `peer_messages` and
+`async_messages` send the models, and `mixed_arrays` computes the averages. The strategy
+`md.PeerAverage` of `md.train` uses these modules.
 """

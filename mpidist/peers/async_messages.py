@@ -1,11 +1,13 @@
-"""Send models to peers and average with the newest of theirs, without waiting: ASP.
+"""Send models to peers and average with the newest models of peers, without waiting (ASP).
 
-    a rank at its round   takes in what has arrived, and averages with the newest of each peer
-                          sends to each peer of this round that has received the message before
+    in each round, a rank   receives the models that have arrived, and averages its own model with
+                            the newest model of each peer
+                            sends its model to the peers of this round that have received its
+                            previous message
 
-So at most one message is on the way from a rank to a peer, however fast the rank is: what a slow
-peer would receive late anyway is not sent. A send ends when the peer receives it (MPI_Issend), for
-short messages, too.
+So at most one message is on its way from a rank to a peer. If a peer is slow, a fast rank leaves
+out models that the peer would receive late anyway. Also for short messages, a send is complete only
+when the peer receives the message, because it uses MPI_Issend.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ class AsyncMessages:
     Attributes
     ----------
     sent, skipped : int
-        The messages that were sent, and those that were not, because the peer was too slow.
+        The number of messages that were sent, and the number of messages that were left out because
+        the peer had not received the previous message.
     oldest : int
-        The most rounds by which a model was older than this rank's own.
+        The largest number of rounds by which a received model was older than this rank's model.
     """
 
     def __init__(self, comm: MPI.Comm, plan: PeerPlan, arrays: MixedArrays):
@@ -39,11 +42,11 @@ class AsyncMessages:
         self._receiving = {one: self._receive(one) for one in senders}
         self._newest: dict[int, np.ndarray] = {}
         self._sending: dict[int, Sending] = {}
-        self._counts = np.zeros(comm.size, np.int64)  # the messages sent to each rank
+        self._counts = np.zeros(comm.size, np.int64)  # the number of messages sent to each rank
         self._received = np.zeros(comm.size, np.int64)
 
     def average(self, wait: Wait) -> None:
-        """Do the next round. Nothing in it waits."""
+        """Do the next round, without waiting. `wait` is not used."""
         self.round += 1
         self._progress()
         if self._newest:
@@ -62,7 +65,7 @@ class AsyncMessages:
             self.sent += 1
 
     def finish(self, wait: Wait) -> None:
-        """Receive all messages that are on the way, and forget them. Collective."""
+        """Receive all messages that are on the way, and drop them. Collective."""
         expected = np.empty_like(self._counts)
         wait(tester(self.comm.Ialltoall(self._counts, expected)))
         wait(lambda: self._progress() and np.array_equal(self._received, expected))
@@ -72,7 +75,7 @@ class AsyncMessages:
         self.round = -1
 
     def close(self) -> None:
-        """Cancel the receives for which no message comes any more."""
+        """Cancel the receives that are still posted: no more messages come."""
         for _, requests in self._receiving.values():
             for request in requests:
                 request.Cancel()
@@ -84,7 +87,7 @@ class AsyncMessages:
         return message, receive_model(self.comm, message, sender)
 
     def _progress(self) -> bool:
-        """Take in the messages that have arrived; keep the newest of each peer. Returns True."""
+        """Receive messages that have arrived; keep the newest of each peer. Always returns True."""
         for sender, (message, requests) in list(self._receiving.items()):
             if MPI.Request.Testall(requests):
                 self._received[sender] += 1

@@ -1,4 +1,4 @@
-"""The arrays that ranks average: packed into one message, and mixed with those of other ranks."""
+"""The arrays that ranks average: pack them into a message, and average them with messages."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..arrays import array_module, copy_into, work_dtype
 from ..collectives.allreduce import allreduce
 from ..runtime.agreement.run_on_all import run_on_all
 
-#: Bytes of the header of a message: the number of the round.
+#: The bytes of a message's header, which is the number of the round.
 HEAD = 8
 _ALIGNED = 64
 
 
 def nested_arrays(tree: Mapping) -> list:
-    """Return the arrays in nested dicts, in the order of their names."""
+    """Return the arrays in nested dicts, sorted by name."""
     found: list = []
     for name in sorted(tree, key=str):
         one = tree[name]
@@ -31,14 +31,14 @@ def nested_arrays(tree: Mapping) -> list:
 
 
 class MixedArrays:
-    """Some arrays of a rank, on the host or on a device; another rank has arrays of equal shapes.
+    """The arrays of this rank that are averaged with other ranks; on the host or on a device.
 
-    Only arrays of floating-point numbers are averaged.
+    All ranks must have arrays of the same shapes. Only floating-point arrays are averaged.
 
     Parameters
     ----------
     arrays : sequence of arrays
-        They are changed in place.
+        They are changed in place by `mix` and `average`.
     """
 
     def __init__(self, arrays: Sequence):
@@ -63,10 +63,11 @@ class MixedArrays:
         return int(message[:HEAD].view(np.int64)[0])
 
     def mix(self, messages: Sequence[tuple[np.ndarray, float]]) -> None:
-        """Average the arrays with those in messages, in their order.
+        """Replace the arrays by their weighted mean with the arrays in messages.
 
-        `messages` has pairs (message, ratio). Each message counts `ratio` times as much as the
-        arrays of this rank. The sum of all weights is 1, and values of 2 bytes are rounded once.
+        `messages` has pairs (message, ratio), and is added in this order. The weight of a message
+        is `ratio` times the weight of this rank's arrays. The sum of all weights is 1. Arrays of
+        float16 or bfloat16 are rounded once, after all are added.
         """
         own = 1 / (1 + sum(ratio for _, ratio in messages))
         for array, (start, stop) in zip(self.arrays, self._places, strict=True):
@@ -92,7 +93,7 @@ class MixedArrays:
                 start = stop
 
     def distance(self, before: Sequence) -> tuple[float, float]:
-        """Return the square of the distance to other arrays, and the square of the own length."""
+        """Return the squared distance between the arrays and `before`, and their squared norm."""
         apart = length = 0.0
         for array, other in zip(self.arrays, before, strict=True):
             xp, wide = array_module(array), np.float64
@@ -102,7 +103,7 @@ class MixedArrays:
 
 
 def largest_of_all(comm, arrays: Sequence) -> None:
-    """Set the integers of all ranks to the largest of them, such as counts. Collective."""
+    """Set integers, such as counts, to the largest values of all ranks. Collective."""
     counts: list[Any] = [array for array in arrays if array.dtype.kind in "iu"]
     if counts:
         flat = np.array([int(value) for array in counts for value in array.reshape(-1)], np.int64)
@@ -115,9 +116,9 @@ def largest_of_all(comm, arrays: Sequence) -> None:
 
 
 def average_state(comm, tree: dict) -> None:
-    """Set the state of an optimizer, in nested dicts, to its mean over all ranks. Collective.
+    """Set an optimizer's state (nested dicts) to its mean over all ranks, in place. Collective.
 
-    Whole numbers, such as counts, become the largest of all ranks.
+    An integer, such as a count, is set to the largest value of all ranks instead.
     """
     arrays = nested_arrays(tree)
     MixedArrays(arrays).average(comm)
@@ -132,7 +133,7 @@ def average_state(comm, tree: dict) -> None:
 
 
 def _numbers(tree: dict) -> list[tuple[dict, Any]]:
-    """Return the places of the numbers that are no arrays: (dict, name)."""
+    """Return (dict, name) for each number in nested dicts that is not an array."""
     found: list[tuple[dict, Any]] = []
     for name in sorted(tree, key=str):
         if isinstance(tree[name], dict):

@@ -1,10 +1,10 @@
-"""Send models to peers and average with theirs, in rounds: BSP, and with a bound.
+"""Send models to peers and average with models of peers in rounds, synchronously (BSP) or bounded.
 
     begin    pack the model, post the receives of this round, send to the peers of this round
     wait     until the models that `RoundGate` asks for have arrived
-    finish   average with all models that are there
+    finish   average with all models that have arrived
 
-A message is never changed while MPI may read it, and each message is received once.
+A message is never changed while MPI may read it, and each message is used in one average.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .mixed_arrays import MixedArrays
 from .peer_plan import PeerPlan
 from .round_gate import Expected, RoundGate
 
-#: Bytes of one MPI call; counts of MPI end at 2^31.
+#: The largest number of bytes of one MPI call. The counts of MPI calls must be below 2^31.
 PIECE = 1 << 30
 _TAG = 0
 
@@ -27,18 +27,21 @@ Wait = Callable[[Callable[[], bool]], None]
 
 
 def send_model(comm: MPI.Comm, message: np.ndarray, peer: int, *, matched: bool = False) -> list:
-    """Begin to send a message in pieces; if `matched`, a send ends when it is being received."""
+    """Begin to send a message in pieces.
+
+    With `matched`, a send is complete only when the peer has begun to receive (MPI_Issend).
+    """
     call = comm.Issend if matched else comm.Isend
     return [call(piece, peer, _TAG) for piece in message_pieces(message)]
 
 
 def receive_model(comm: MPI.Comm, message: np.ndarray, peer: int) -> list:
-    """Begin to receive a message in pieces. The messages of a peer arrive in their order."""
+    """Begin to receive a message in pieces. The messages of a peer arrive in the order of sends."""
     return [comm.Irecv(piece, peer, _TAG) for piece in message_pieces(message)]
 
 
 def message_pieces(message: np.ndarray) -> list[np.ndarray]:
-    """Return the parts of a message that are short enough for a call of MPI."""
+    """Cut a message into pieces that are short enough for a call of MPI; return the pieces."""
     return [message[start : start + PIECE] for start in range(0, len(message), PIECE)]
 
 
@@ -49,7 +52,7 @@ class Sending:
         self.message, self.requests, self.round = message, requests, round
 
     def ended(self) -> bool:
-        """Whether MPI reads the message no more."""
+        """Whether MPI no longer reads the message."""
         return MPI.Request.Testall(self.requests)
 
 
@@ -59,12 +62,12 @@ class PeerMessages:
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
-        A communicator for these messages only.
+        A communicator that is used for these messages only.
     plan : PeerPlan
     arrays : MixedArrays
-        What is averaged.
+        The arrays that are averaged.
     bound : int
-        How many rounds a model may be late; 0 is BSP.
+        The number of rounds by which a model may arrive late; 0 is BSP.
     """
 
     skipped = 0
@@ -79,7 +82,7 @@ class PeerMessages:
         self._free: list[np.ndarray] = []
 
     def average(self, wait: Wait) -> None:
-        """Do the next round; `wait` waits for a test function."""
+        """Do the next round; ``wait(test)`` must wait until ``test()`` is true."""
         gate = self.gate
         peers, expected = gate.begin()
         for one in expected:
@@ -90,27 +93,31 @@ class PeerMessages:
         requests = [one for peer in peers for one in send_model(self.comm, message, peer)]
         self._sending.append(Sending(message, requests, gate.round))
         self.sent += len(peers)
-        # A peer may be behind by more rounds than the bound, if no message comes from there. So
-        # this rank waits for its old sends, too, and keeps few copies of its model.
+        # If this rank receives nothing from a peer to which it sends, the peer may be behind by
+        # more rounds than the bound. So this rank also waits for its old sends; otherwise it would
+        # keep many copies of its model.
         wait(lambda: self._progress() and self._few() and gate.may_finish())
         self._mix(gate.take())
 
     def finish(self, wait: Wait) -> None:
-        """Receive all messages that are on the way, and forget them. All ranks have met before."""
+        """Receive all messages that are on the way, and drop them.
+
+        Before this, all ranks must have done the same number of rounds.
+        """
         wait(lambda: self._progress() and not self._receiving and not self._sending)
         self._free += self._here.values()
         self._here.clear()
         self.gate.reset()
 
     def close(self) -> None:
-        """Do nothing: no message is on the way after `finish`."""
+        """Do nothing, because no message is on the way after `finish`."""
 
     def _few(self) -> bool:
         newest = self.gate.round - self.gate.bound - 1
         return all(one.round > newest for one in self._sending)
 
     def _progress(self) -> bool:
-        """Take in the messages that have arrived. Returns True."""
+        """Receive messages that have arrived, and free sent ones. Always returns True."""
         for one, (message, requests) in list(self._receiving.items()):
             if not MPI.Request.Testall(requests):
                 continue
@@ -119,7 +126,7 @@ class PeerMessages:
                 raise ProtocolError(
                     f"PeerAverage: rank {one.sender} sent round {self.arrays.round_of(message)} "
                     f"of its model, rank {self.comm.rank} expected round {one.round}; all ranks "
-                    "must do the same steps"
+                    "must do the same number of steps"
                 )
             self._here[one] = message
             self.gate.arrive(one)

@@ -1,15 +1,17 @@
-"""Who averages with whom in each round of `md.PeerAverage`. This module uses no MPI.
+"""Which ranks average with each other in each round of `md.PeerAverage`. Without MPI.
 
-In a round, each rank sends its model to a few others and averages those that it receives:
+In a round, each rank sends its model to a few other ranks, and averages its own model with the
+models that it receives:
 
     butterfly, 4 ranks      round 0   0 <-> 1   2 <-> 3      each pair has its mean
-                            round 1   0 <-> 2   1 <-> 3      all have the mean of all
+                            round 1   0 <-> 2   1 <-> 3      each rank has the mean of all
     ring, 4 ranks           round 0   3 <-> 0 <-> 1 <-> 2 <-> 3 ...
 
-The models after a round are ``M @ models`` with a matrix M (`PeerPlan.matrix`). With d the largest
-number of messages that a rank sends in the round, each message has the weight 1 / (1 + d), and the
-rank's own model has the rest. If each rank sends as many messages as it receives, all rows and all
-columns of M have the sum 1 (M is doubly stochastic), so a round keeps the mean of all models.
+The models after a round are ``M @ models`` with a matrix M (`PeerPlan.matrix`). Let d be the
+largest number of messages that a rank sends in the round. Then each received model has the weight
+1 / (1 + d), and the rank's own model has the rest, so that all weights add up to 1. If each rank
+sends as many messages as it receives, all rows and all columns of M have the sum 1 (M is doubly
+stochastic). Then a round does not change the mean of all models.
 
 ========= =================================== ========================== ==========================
 graph     a rank sends to                     messages a round           rounds to a spread of 1e-3
@@ -17,12 +19,13 @@ graph     a rank sends to                     messages a round           rounds 
 all       every other rank                    p - 1 (or an allreduce)    1
 butterfly one rank at the distance 2^k        1                          log2 p, if p = 2^k
 ring      its two neighbours                  2                          grows with p^2
-halton    p/2, p/4, 3p/4, p/8, ... ahead      log2 p                     few, where it connects
+halton    p/2, p/4, 3p/4, p/8, ... ahead      log2 p                     few, if all are connected
 ========= =================================== ========================== ==========================
 
-If p is no power of two, "butterfly" sends 2^k ranks ahead, and after ceil(log2 p) rounds the
-models are close to each other but not equal. With p = 2^k the product of log2 p matrices is the
-mean itself.
+The spread (`PeerPlan.spread`) says how different the models still are; it is 1 at first. If p is a
+power of two, all models are equal to the mean after log2 p rounds of "butterfly". If p is no power
+of two, "butterfly" sends to the rank 2^k ahead in round k, and after ceil(log2 p) rounds the models
+are close to each other but not equal.
 
 "halton" is the graph of MALT: Li et al., "MALT: distributed data-parallelism for existing ML
 applications", EuroSys 2015.
@@ -41,15 +44,15 @@ from ..errors import ConfigError, shown
 from ..registry import look_up
 from ..runtime.agreement.mismatch import rank_list
 
-#: For each rank, the ranks to which it sends in a round.
+#: One round: for each rank, the ranks to which it sends.
 Round = tuple[tuple[int, ...], ...]
 
-#: `rounds_to` looks at no more rounds.
+#: The largest number of rounds that `rounds_to` tries.
 _MOST_ROUNDS = 100_000
 
 
 class PeerPlan:
-    """The rounds of a graph, which repeat for ever.
+    """A list of rounds, which is repeated for ever.
 
     Attributes
     ----------
@@ -74,11 +77,11 @@ class PeerPlan:
         return self._received[round % len(self.rounds)][rank]
 
     def weight(self, round: int) -> float:
-        """Return the weight of each model that a rank receives in a round."""
+        """Return the weight in the average of each model that a rank receives in a round."""
         return 1 / (1 + max(map(len, self.rounds[round % len(self.rounds)])))
 
     def ratio(self, rank: int, round: int) -> float:
-        """Return the weight of a received model over the weight of the rank's own model."""
+        """Return the weight of a received model, divided by the weight of the rank's own model."""
         weight = self.weight(round)
         return weight / (1 - weight * len(self.receives(rank, round)))
 
@@ -92,15 +95,15 @@ class PeerPlan:
         return found
 
     def spread(self, rounds: int) -> float:
-        """Return how far the models are apart after some rounds; 1 at first, 0 if all are equal.
+        """Return how different the models are after some rounds; 1 at first, 0 if all are equal.
 
-        It is the largest sum over a row of ``abs(product of the matrices - 1/p)``, over its value
-        before the first round.
+        The spread is the largest row sum of ``abs(P - 1/p)``, divided by its value before the first
+        round. P is the product of the matrices of the rounds.
         """
         return _spread(self._product(rounds))
 
     def rounds_to(self, spread: float) -> int:
-        """Return after how many rounds the spread is at most `spread`."""
+        """Return the number of rounds after which the spread is at most `spread`."""
         product = np.eye(self.size)
         for number in range(_MOST_ROUNDS):
             if _spread(product) <= spread:
@@ -109,12 +112,12 @@ class PeerPlan:
         raise ConfigError(f"the spread is above {spread:g} after {_MOST_ROUNDS} rounds")
 
     def digest(self) -> str:
-        """Return a digest of the rounds, by which ranks compare their plans."""
+        """Return a hash of the rounds, which ranks compare to check that their plans are equal."""
         return hashlib.blake2b(repr(self.rounds).encode(), digest_size=8).hexdigest()
 
     @property
     def is_all(self) -> bool:
-        """Whether each round is an average over all ranks."""
+        """Whether each rank sends to all other ranks in each round."""
         return all(len(peers) == self.size - 1 for one in self.rounds for peers in one)
 
     def _product(self, rounds: int) -> np.ndarray:
@@ -129,7 +132,7 @@ class PeerPlan:
 
 
 def _shifted(size: int, *strides: int) -> Round:
-    """Return the round in which each rank sends to the ranks at some distances ahead."""
+    """Return the round in which each rank r sends to r + s (modulo `size`) for s in `strides`."""
     ahead = dict.fromkeys(stride % size for stride in strides if stride % size)
     return tuple(tuple((rank + one) % size for one in ahead) for rank in range(size))
 
@@ -145,7 +148,7 @@ def ring_rounds(size: int) -> list[Round]:
 
 
 def butterfly_rounds(size: int) -> list[Round]:
-    """In round k, each rank sends to one rank, at the distance 2^k."""
+    """In round k, each rank sends to one rank, whose number differs by 2^k."""
     strides = [1 << k for k in range((size - 1).bit_length())]
     if size & (size - 1):
         return [_shifted(size, stride) for stride in strides]
@@ -177,22 +180,22 @@ GRAPHS: dict[str, Callable[[int], list[Round]]] = {
 
 
 def peer_plan(graph, size: int) -> PeerPlan:
-    """Return the plan of a graph for `size` ranks.
+    """Return the plan for `size` ranks whose rounds have this graph.
 
     Parameters
     ----------
     graph : str, sequence of sequences, or function
-        A name in `GRAPHS`; or for each rank the ranks to which it sends; or a function of (rank,
-        number of ranks, round) that returns the ranks to which `rank` sends in this round. The
-        rounds 0 to size - 1 of a function repeat.
+        A name in `GRAPHS`; or a sequence that has, for each rank, the ranks to which it sends; or a
+        function of (rank, number of ranks, round) that returns the ranks to which `rank` sends in
+        this round. The function is called for the rounds 0 to size - 1, which are then repeated.
     size : int
         The number of ranks.
 
     Raises
     ------
     ConfigError
-        There is one rank only, the graph is not valid, the mean would not be kept, or some ranks
-        never meet.
+        There is only one rank, the graph is not valid, a round would change the mean of all models,
+        or no messages connect some ranks with others, not even through further ranks.
     """
     check_graph(graph)
     if size < 2:
@@ -216,7 +219,7 @@ def peer_plan(graph, size: int) -> PeerPlan:
 
 
 def check_graph(graph) -> None:
-    """Raise ConfigError for a graph that no number of ranks can have."""
+    """Raise ConfigError if `graph` is not valid, whatever the number of ranks is."""
     if isinstance(graph, str):
         look_up(GRAPHS, graph, "graph")
         return
@@ -232,7 +235,7 @@ def check_graph(graph) -> None:
 
 
 def _peers(given, size: int) -> tuple[int, ...]:
-    """Return the ranks in one list of peers; raise ConfigError if it is not such a list."""
+    """Return the peers of one rank as a tuple; raise ConfigError if `given` is no list of ranks."""
     try:
         peers = tuple(given)
         good = all(
@@ -256,7 +259,7 @@ def _received(size: int, one: Round) -> list[tuple[int, ...]]:
 
 
 def _check_round(size: int, number: int, one: Round) -> None:
-    """Raise ConfigError unless a round has valid messages and keeps the mean."""
+    """Raise ConfigError if the messages of a round are not valid or would change the mean."""
     received = _received(size, one)
     for rank, peers in enumerate(one):
         if rank in peers or len(set(peers)) < len(peers):
@@ -275,8 +278,8 @@ def _check_round(size: int, number: int, one: Round) -> None:
 def _check_connected(size: int, rounds: Sequence[Round]) -> None:
     """Raise ConfigError unless the messages of all rounds connect all ranks.
 
-    If each rank sends as many messages as it receives, ranks that are connected in one direction
-    are connected in the other one, too. So it is enough to join the ends of each message.
+    Each rank sends as many messages as it receives. So if there is a path of messages from one rank
+    to another, there is a path back. Therefore this function ignores the directions of messages.
     """
     parts = list(range(size))
 

@@ -1,14 +1,16 @@
 """When a rank may finish a round of averaging. This module uses no MPI.
 
-A rank begins round k by sending its model to its peers of this round. With the bound b it finishes
-the round when all models of the rounds up to k - b have arrived, and averages with those that are
-there. It goes on with its steps meanwhile:
+A rank begins round k by sending its model to its peers of this round. With the bound b the rank
+waits until all models of the rounds up to k - b have arrived. Then it averages its own model with
+all models that have arrived, and goes on with its steps:
 
     b = 0 (BSP)   a rank waits for the models of this round
-    b = 2         it waits for those of two rounds ago, so a short pause of a peer costs nothing
+    b = 2         a rank waits for the models of two rounds ago, so a short pause of a peer does
+                  not stop it
 
-The slowest rank never waits for ever: all others have begun its round, so all models that it needs
-are on the way. The tests try every order of events.
+No rank waits for ever. The rank that has done the fewest rounds can always go on: all other ranks
+have already begun its round, so all models that it needs are on the way. The tests try every order
+of events.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from .peer_plan import PeerPlan
 
 
 class Expected(NamedTuple):
-    """A model that a rank receives: its round, and the rank that sends it."""
+    """A model that this rank receives: the number of its round, and the rank that sends it."""
 
     round: int
     sender: int
@@ -31,9 +33,10 @@ class RoundGate:
     Attributes
     ----------
     round : int
-        The number of the round that this rank has begun last; -1 before the first one.
+        The number of the newest round that this rank has begun; -1 before the first round.
     missing, arrived : list of Expected
-        The models that have not arrived, and those that have arrived and are not averaged.
+        The models that have not arrived yet, and the models that have arrived but are not yet in an
+        average.
     """
 
     def __init__(self, plan: PeerPlan, rank: int, bound: int):
@@ -43,7 +46,7 @@ class RoundGate:
         self.arrived: list[Expected] = []
 
     def begin(self) -> tuple[tuple[int, ...], list[Expected]]:
-        """Begin the next round; return the ranks to send to, and the models to receive."""
+        """Begin the next round; return the ranks to send to, and the models that will arrive."""
         self.round += 1
         senders = self.plan.receives(self.rank, self.round)
         new = [Expected(self.round, sender) for sender in sorted(senders)]
@@ -56,14 +59,14 @@ class RoundGate:
         self.arrived.append(one)
 
     def may_finish(self) -> bool:
-        """Whether all models of the rounds up to the newest one minus the bound have arrived."""
+        """Whether all models of the rounds up to ``round - bound`` have arrived."""
         return all(one.round > self.round - self.bound for one in self.missing)
 
     def take(self) -> list[Expected]:
-        """Return the models to average with, the oldest first, each once."""
+        """Return the arrived models to average with, oldest first. Each model is returned once."""
         taken, self.arrived = sorted(self.arrived), []
         return taken
 
     def reset(self) -> None:
-        """Begin anew with round 0, after an average over all ranks."""
+        """Start again with round 0, after an average over all ranks."""
         self.round, self.missing, self.arrived = -1, [], []
