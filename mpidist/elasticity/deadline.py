@@ -11,14 +11,15 @@ import numpy as np
 
 from ..errors import ConfigError, shown
 
-#: Seconds after which a stopped or silent rank is evicted, if the user has given no number.
+#: Seconds after which a stopped or silent rank is evicted, if the user gives no number of seconds.
 PATIENCE = 5.0
-#: Deadline "auto": so many median steps, but at least so many seconds, and after so many steps.
+#: Deadline "auto" is STEPS times the median time of a step, but at least LEAST seconds. It is known
+#: after KNOWN steps.
 STEPS, LEAST, KNOWN = 20, 1.0, 5
-#: During a repair, a stopped rank is evicted after so many seconds, before the repair is given up
-#: (`repair_deadline`).
+#: During a repair, a stopped rank is evicted after this number of seconds, so that the repair can
+#: still end before its own deadline (`repair_deadline`).
 IN_REPAIR = 2.5
-#: In the first step, in which plans are made, a rank may be late so many times longer.
+#: In the first step, in which plans are made, the limit for late ranks is this many times longer.
 FIRST = 10
 
 
@@ -31,19 +32,20 @@ class EvictionLimits(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """If more seconds lie between two looks, a stopped process may have run in between."""
+        """The longest time between two checks after which a stop still counts as unbroken."""
         return max(0.1, min(1.0, self.stopped / 2))
 
     @property
     def tick(self) -> float:
-        """Seconds between two beats."""
+        """Seconds between two beats (signs of life that a rank writes)."""
         return max(0.02, min(0.5, self.stopped / 8))
 
 
 class Deadline(NamedTuple):
-    """The arguments `deadline` and `slow` of an elastic group, checked.
+    """The arguments `deadline` and `slow` of an elastic group, after a check.
 
-    `late` is a number of seconds, 0 for "auto", or `inf` for "stopped". `slow` is 0 for off.
+    `late` is a number of seconds; 0 means "auto", and `inf` means "stopped". `slow` is a factor; 0
+    means that slow ranks are not evicted.
     """
 
     late: float = inf
@@ -52,10 +54,10 @@ class Deadline(NamedTuple):
     def limits(
         self, steps: Sequence[float], first: bool = False, repairs: bool = False
     ) -> EvictionLimits:
-        """Return the limits in seconds, given how long this rank's newest steps took.
+        """Return the limits in seconds. `steps` are the times of this rank's newest steps.
 
-        `first` says that this is the first step, or the first after a change of the group, and
-        `repairs` that this rank repairs the group.
+        `first` says whether this is the first step, or the first step after a change of the group.
+        `repairs` says whether this rank repairs the group at the moment.
         """
         late, stopped = self.late, PATIENCE if self.late == inf else self.late
         if self.late == 0:

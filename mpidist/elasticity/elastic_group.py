@@ -1,14 +1,14 @@
-"""The group of an elastic program, which goes on with the living ranks after a death.
+"""The group of the living ranks of an elastic program, which goes on after a rank has died.
 
     RUN      the ranks do steps; a rank is killed, and a rank that waits for it raises RankFailure
-    BROKEN   that rank revokes all communicators of the group, so all ranks leave their calls
+    BROKEN   the waiting rank revokes all communicators of the group, so all ranks leave their calls
     SHRINK   the living ranks make a smaller communicator
     SYNC     ranks that are behind get the state of the newest living rank (`peer_state`)
     RUN      the ranks repeat the interrupted step
 
-A death at any place leads to BROKEN again. A step is done on a rank when this rank has changed its
-state (`Group.done`). Steps that one living rank has done are not repeated, so no step is lost, and
-no step is done twice.
+After a death at any of these points, the ranks start again with BROKEN. A step is done on a rank
+when this rank has changed its state (`Group.done`). If a living rank has done a step, the step is
+not repeated, because SYNC gives the other ranks its result. So each step is done exactly once.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ T = TypeVar("T")
 
 _STOPPED = Deadline()
 
-#: The group in whose loop this program is, if it is in one.
+#: The groups whose loops the program is running: at most one.
 working: list[Group] = []
 
 
 class ElasticStep(int):
     """The number of a step, and a context manager for the body of the step.
 
-    A ``with`` block that ends without an exception means that the step is done. If a rank dies, the
-    block ends early and silently, and the loop yields the same number again.
+    If the ``with`` block ends without an exception, the step is done. If a rank dies, the block
+    ends early without an exception, and the loop yields the same number again.
     """
 
     _group: Group
@@ -80,8 +80,8 @@ class Group:
     step : int
         The number of the next step; all steps before are done on this rank.
     deaths, evicted : int
-        How many ranks have died so far, and how many of them were killed because they were stopped,
-        hung or were slow.
+        How many ranks have died so far, and how many of them were evicted (killed by the other
+        ranks, for example because they were stopped, hung or were slow).
     """
 
     def __init__(
@@ -95,15 +95,15 @@ class Group:
     ):
         self.state, self.min_ranks = state, min_ranks
         self.step, self.deaths, self.evicted = 0, 0, 0
-        self._restarts = restarts  # `run_elastic` begins its function again after a death
+        self._restarts = restarts  # whether `run_elastic` calls its function again after a death
         self._on_resize: list[Callable[[int, int], Any]] = []
         self._broken_at: float | None = None  # when this rank has noticed the death
-        self._agreed = False  # this rank has noticed it in `Membership.all_here`
+        self._agreed = False  # whether this rank has noticed the death in `Membership.all_here`
         names, number = run_on_all(comm, "md.elastic: names", this_rank, _numbered)
         topology = topology_of(comm)
         places = tuple((node, topology.hosts[node]) for node in topology.node_of)
         base = MPI.Intracomm(comm.Dup())
-        wait_until(comm.Ibarrier().Test)  # all ranks have made it
+        wait_until(comm.Ibarrier().Test)  # all ranks have made `base`
         active = [rank < comm.size - spares for rank in range(comm.size)]
         self._number = {name: rank for rank, name in enumerate(names)}
         self._members = Membership(base, names, places, number, active)
@@ -114,7 +114,8 @@ class Group:
         self._repeated: int | None = None  # the step of a repair after which no rank had died
         ulfm.why_gone = self._why_gone
         if spares:
-            # Before the handlers that were registered earlier, which wait for all ranks of the job.
+            # Handlers that were registered earlier wait for all ranks of the job, also for spares.
+            # This handler runs before them, because atexit runs the newest handler first.
             atexit.register(lambda: self._members.release())
 
     @property
@@ -124,12 +125,12 @@ class Group:
 
     @property
     def spares(self) -> int:
-        """The number of living ranks that wait to step in; they are not in `comm`."""
+        """The number of living spare ranks. They wait, and are not in `comm`."""
         return self._members.active.count(False)
 
     @property
     def is_spare(self) -> bool:
-        """Whether this rank waits to step in; then `comm` is ``MPI.COMM_NULL``."""
+        """Whether this rank is a waiting spare; then `comm` is ``MPI.COMM_NULL``."""
         return self.comm == MPI.COMM_NULL
 
     @property
@@ -139,22 +140,22 @@ class Group:
 
     @property
     def size(self) -> int:
-        """The number of living ranks."""
+        """The number of living ranks in `comm`."""
         return self.comm.size
 
     def on_resize(self, function: Callable[[int, int], Any]) -> None:
         """Call ``function(old_size, new_size)`` on all living ranks after each death.
 
-        The function is called when the state is up to date, before the step is repeated, and also
-        on parameter servers. It may make arenas, plans and communicators anew from `comm`.
+        The function is called when the state is up to date, before the step is repeated. It is also
+        called on parameter servers. It may make new arenas, plans and communicators from `comm`.
         """
         self._on_resize.append(function)
 
     def done(self, step: int) -> None:
-        """Say that this rank has done `step` and has changed its state; local and cheap.
+        """Declare that this rank has done `step` and has changed its state. Sends no messages.
 
-        Call this function as soon as the state has the result of the step. If a rank dies after
-        this call, the step is not repeated.
+        Call this method as soon as the state has the result of the step. If a rank dies after this
+        call, the step is not repeated.
         """
         if step != self.step:
             raise ProtocolError(f"done({shown(step)}): step {self.step} is the next one")
@@ -163,10 +164,10 @@ class Group:
         heartbeat.note_steps(self.step)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context manager for work of a rank that the other ranks may wait for.
+        """Return a context manager for work for which the other ranks may have to wait.
 
         `name` is "save", "data", "evaluate" or "plan". In the ``with`` block this rank is not
-        evicted because it is late, or because a native call holds Python's lock.
+        evicted if it takes long, or if a native call holds Python's global lock.
         """
         return polling.phase(name)
 
@@ -174,11 +175,11 @@ class Group:
         """Yield the numbers of the steps ``first, ..., last - 1``. Collective.
 
         Each number is an `ElasticStep`, whose ``with`` block is the body of the step. Steps that
-        are done already are left out, so the numbers of a second loop must be larger than those of
-        the first. When the loop has ended, all living ranks have done all steps.
+        are already done are left out. So the numbers of a second loop must be larger than those of
+        the first loop. When the loop has ended, all living ranks have done all steps.
 
-        With ``together=False``, which only `run_elastic` allows, the loop does not wait for the
-        other ranks at its end. Parameter servers do no steps, so their workers loop in this way.
+        With ``together=False`` the loop does not wait for the other ranks at its end. Workers of
+        parameter servers need this, because the servers do no steps. Only `run_elastic` allows it.
         """
         if not together and not self._restarts:
             raise ConfigError("steps: together=False needs md.run_elastic")
@@ -194,7 +195,7 @@ class Group:
                         self._repair()
                     elif self.step == step:
                         cure = "use `with step:`, or call group.done(step)"
-                        raise ProtocolError(f"step {int(step)} was left without being done; {cure}")
+                        raise ProtocolError(f"step {int(step)} has ended but is not done; {cure}")
                 if not together or self._all_here():
                     return
                 self._repair()
@@ -204,7 +205,7 @@ class Group:
     # -- a death -------------------------------------------------------------------------
 
     def _end_of_body(self, step: int, error: BaseException | None) -> bool:
-        """Note the end of a step's body; return whether to suppress `error`, as after a death."""
+        """Note the end of a step's body; return whether `error` means a death and is suppressed."""
         if error is None:
             if self.step == step:
                 self.done(step)
@@ -215,11 +216,12 @@ class Group:
         return True
 
     def _all_here(self, done: bool = False, result: bytes = b"") -> bool:
-        """Wait until all ranks are here; return false on all living ranks if one has died.
+        """Wait until all ranks have come here; return False on all living ranks if one has died.
 
-        With `done`, the spares get the `result` and leave.
+        With `done`, the spares receive `result` and end.
         """
-        # At the end of a function, servers have done no steps.
+        # At the end of a function, this text must not contain the step, because servers do no steps
+        # and all ranks must have the same text.
         where = "function" if done else f"steps before {self.step}"
         doing = f"md.elastic: the end of the {where}"
 
@@ -242,12 +244,12 @@ class Group:
         decode: Callable[[bytes], Any] = lambda text: None,
         broken: Callable[[], Any] = lambda: None,
     ) -> T:
-        """Call `function`, again after each death, and return its result. Collective.
+        """Call `function`, call it again after each death, and return its result. Collective.
 
-        `broken` is called after a death, before the repair. A spare waits until it steps in, and
-        then calls `function` too. If a spare is not needed, it returns the result of rank 0, which
-        `encode` turns into a text of less than 4,000 bytes for the spares. If the others end
-        without a result, the spare exits with them.
+        `broken` is called after a death, before the repair. A spare waits until it replaces a dead
+        rank, and then calls `function`, too. A spare that is never needed returns the result of
+        rank 0, which is sent as bytes: `encode` returns at most 4,000 bytes, and `decode` reads
+        them. If the other ranks end without a result, the process of the spare exits.
         """
         working.append(self)
         try:
@@ -279,12 +281,12 @@ class Group:
         self.watch.repairs = False
 
     def _go_on(self) -> None:
-        """Go on with the living ranks: shrink, bring the state up to date. Collective over them."""
+        """Make a smaller communicator, and update the state. Collective over the living ranks."""
         began = time.monotonic() if self._broken_at is None else self._broken_at
         self.watch.end_steps()
         old, names, step = self._members.active.count(True), self._members.names, self.step
         workers = {*compress(names, self._members.active)}
-        # Algorithms that were fast on more ranks are used again, for measuring takes long.
+        # The fastest algorithms on more ranks are used again, because a new measurement takes long.
         known = not self.is_spare and self.comm.handle in contexts
         table = selection.table(self.comm) if known else {}
         whole = False
@@ -302,7 +304,7 @@ class Group:
                 table = _first_of(self.comm, table)
                 same = {key: {**entry, "ranks": self.size} for key, entry in table.items()}
                 selection.restore(self.comm, same, "more ranks")
-                self._deadline.begin("")  # a function of the user may take any time
+                self._deadline.begin("")  # the user's functions have no time limit
                 for function in self._on_resize:
                     function(old, self.size)
                 self.watch.board.agree_on_fates(self.comm)
@@ -324,7 +326,7 @@ class Group:
         seconds = time.monotonic() - began
         evicted = {name: why for name in gone if (why := self._fate(name))}
         died = [name for name in gone if name not in evicted]
-        # Also those of the time in which this rank was a spare.
+        # This includes the ranks that died while this rank was a spare.
         dead = {*self._number} - living
         self.evicted = sum(bool(self._fate(name)) for name in dead)
         common = {"step": self.step, "ranks_left": self.size, "seconds": seconds}
@@ -343,7 +345,7 @@ class Group:
         self.watch.begin_steps()
 
     def _state_bytes(self) -> int:
-        """Return about how many bytes a rank that is behind gets from another one."""
+        """Return about how many bytes a rank that is behind receives from another rank."""
         return peer_state.size_of(self.state)
 
     def _bring_up_to_date(self, step: int) -> int:
@@ -355,7 +357,7 @@ class Group:
         if not gone and self._repeated == self.step:
             raise RankFailure(
                 f"calls in step {self.step} report a dead rank although all ranks of group.comm "
-                "live; communicate on group.comm only"
+                "live; use only group.comm for communication"
             )
         self._repeated = None if gone else self.step
 
@@ -371,15 +373,16 @@ class Group:
             raise RankFailure(f"{text}, and min_ranks is {self.min_ranks}")
         if is_smaller_side(self._members.names, living.names):
             lost = len(self._members.names) - size
-            text = f"{lost} ranks have died or cannot be reached, and may go on without this host"
+            text = f"{lost} ranks have died, or cannot be reached but go on without this host"
             raise RankFailure(f"{text}; {size} rank{'s end' if size > 1 else ' ends'} here")
         self._check_living(self._numbers(living))
         self._members = living
 
     def _check_living(self, ranks: list[int]) -> None:
-        """Raise RankFailure if the program cannot go on with these original ranks as active ones.
+        """Raise RankFailure if the program cannot go on with these ranks in `comm`.
 
-        All living ranks, and spares, call this method with the same ranks.
+        `ranks` are numbers in the communicator with which the group was made. All living ranks,
+        also the spares, call this method with the same numbers. Subclasses override it.
         """
 
     @property
@@ -391,7 +394,7 @@ class Group:
         return [self._number[name] for name in compress(members.names, members.active)]
 
     def _fate(self, name: str) -> str:
-        """Return in words why a rank was evicted, as far as this rank knows, or ""."""
+        """Return in words why a rank was evicted; "" if this rank knows no reason."""
         why, amount = self.watch.board.fate(self._number[name])
         return cause_in_words(why, amount) if why else ""
 
@@ -405,18 +408,22 @@ def _numbered(names: list[str]) -> tuple[tuple[str, ...], int]:
 
 
 def _first_of(comm, table: dict) -> dict:
-    """Return the table of rank 0. Collective over `comm`; the tables are nearly always equal."""
+    """Return the table of rank 0. Collective over `comm`.
+
+    The tables are nearly always equal, so the table is sent only if they differ.
+    """
     doing = "md.elastic: chosen algorithms"
     return run_on_all(comm, doing, lambda: table, lambda tables: tables[0], if_differs=True)
 
 
 def is_smaller_side(before: Sequence[str], living: Sequence[str]) -> bool:
-    """Return whether ranks that `living` cannot reach may also live, and must go on instead.
+    """Return whether the ranks `living` must end, because unreachable ranks may go on instead.
 
-    If the network fails for so long that TCP gives up, each side takes the other one for dead. Only
-    one side may go on, or two jobs would write the same files. That is the side with more ranks, or
-    with the first rank if both have as many. Ranks of a host of `living` are really dead, because
-    ranks of one host do not need the network.
+    If the network fails for so long that TCP gives up, the ranks are in two parts, and each part
+    believes that the other part is dead. Only one part may go on, because otherwise two jobs would
+    write the same files. The part with more ranks goes on. If both have the same number, the part
+    with the first rank goes on. A missing rank is really dead if its host has a living rank,
+    because ranks of one host do not need the network.
 
     Parameters
     ----------

@@ -1,9 +1,12 @@
-"""``md.elastic`` and ``md.run_elastic``: loops of the user's own that go on after a death.
+"""``md.elastic`` and ``md.run_elastic``: the user's own loops go on after a rank has died.
 
-    with md.elastic(comm, state)       the body of a step is a ``with`` block, which is repeated
-    md.run_elastic(comm, f, state)     the function is called again, and leaves out finished steps
+    with md.elastic(comm, state)       the body of a step is a ``with`` block; after a death it is
+                                       repeated
+    md.run_elastic(comm, f, state)     after a death the function f is called again; its loop leaves
+                                       out the steps that are done
 
-Both check on all ranks whether the job can survive a death, and then make an `elastic_group.Group`.
+Both functions check on all ranks whether the job can survive a death. Then they make an
+`elastic_group.Group`.
 """
 
 from __future__ import annotations
@@ -46,16 +49,16 @@ def _open(comm, state, min_ranks, deadline, restarts: bool, spares=0) -> Group:
     heartbeat.join()
     try:
         return Group(comm, state, min_ranks, restarts, limit[0], spares)
-    except MPI.Exception as error:  # a rank has died in the making of the group
+    except MPI.Exception as error:  # a rank has died while the group was made
         if is_death(error):
             raise rank_failure(error) from error
         raise
 
 
 def check_possible(comm, min_ranks, spares=0) -> dict:
-    """Return the checked settings of a group; raise ConfigError if `comm` cannot survive a death.
+    """Check and return the settings of a group; raise ConfigError if no group can be made.
 
-    Not collective: call this function on all ranks by `same_on_all`.
+    Not collective by itself: call this function on all ranks by `same_on_all`.
     """
     if checked_whole("spares", spares, 0) >= comm.size:
         raise ConfigError(f"spares={spares}: at least one of {comm.size} ranks must work")
@@ -70,13 +73,13 @@ def check_possible(comm, min_ranks, spares=0) -> dict:
     if comm.size > 1 and _has_window():
         raise ConfigError(
             "md.elastic: this program has a window (MPI.Win), and Open MPI cannot repair one-sided "
-            "communication after a death; free the window before, or use mpidist launch"
+            "communication after a death; free the window first, or use mpidist launch"
         )
     return {"min_ranks": min_ranks, "spares": spares}
 
 
 def _has_window() -> bool:
-    """Return whether the program has a window that is not freed. MPI itself cannot tell."""
+    """Return whether the program has an unfreed window (MPI.Win). MPI has no call for this."""
     found = (each for each in gc.get_objects() if isinstance(each, MPI.Win))
     return any(each != MPI.WIN_NULL for each in found)
 
@@ -99,17 +102,18 @@ def elastic(
     ----------
     comm : MPI.Intracomm
     state : dict, or a function that returns a dict
-        All that the steps change: arrays of any shape and dtype, and numbers, in nested dicts. A
-        function may give arrays only. After a death, ranks that are behind get the state of the
-        newest living rank, in place. A step must change the state after its last communication,
-        and end directly after the change.
+        All data that the steps change: arrays of any shape and dtype, and numbers, in nested dicts.
+        If `state` is a function, its dict may contain only arrays. After a death, the state of the
+        living rank with the most steps is copied to the ranks that are behind, in place. A step
+        must change the state after its last communication, and must end directly after the change.
     min_ranks : int
-        With fewer living ranks the program ends by RankFailure.
+        If fewer ranks live, all ranks raise RankFailure.
     deadline : str or float
-        When a rank is evicted: the other ranks of its node kill it, and go on as after a death.
-        "stopped": the rank has been stopped (SIGSTOP) for 5 s, or its threads have not run for 5 s.
-        A number of seconds: it has been stopped, or has computed while others waited, for this
-        time. "auto": the time is 20 median steps, but at least 1 s. See docs/elastic.md.
+        When a rank is evicted, which means that the other ranks of its node kill it and go on
+        without it. With "stopped", a rank is evicted if it has been stopped (SIGSTOP) for 5 s, or
+        if its threads have not run for 5 s. With a number of seconds, a rank is evicted if it has
+        been stopped for this time, or has computed for this time while other ranks waited. With
+        "auto", this time is 20 median steps, but at least 1 s. See docs/elastic.md.
 
     Returns
     -------
@@ -122,7 +126,7 @@ def elastic(
     MismatchError
         On all ranks, if names, shapes or dtypes of the state differ between ranks.
     RankFailure
-        A rank has died outside the body of a step, or too few ranks live.
+        A rank has died outside the body of a step, or fewer than `min_ranks` ranks live.
 
     Examples
     --------
@@ -160,18 +164,19 @@ def run_elastic(
 ) -> T:
     """Call ``function(group)``, and call it again after each death. Collective over `comm`.
 
-    Unlike in `elastic`, RankFailure leaves the function, which begins again on the living ranks
-    with the newest state. The function may make plans and arenas from ``group.comm`` and call any
-    collective on it. In ``group.steps`` the steps that are done already are left out.
+    If a rank dies, a call in the function raises RankFailure, and the function must not catch it.
+    The function is then called again on the living ranks, with the newest state. It may make plans
+    and arenas from ``group.comm``, and call any collective on ``group.comm``. ``group.steps``
+    leaves out the steps that are already done.
 
-    The last `spares` ranks of `comm` wait, with 1 % of a core, and are not in ``group.comm``. After
-    a death, the first of them steps in: the group keeps its size, and the spare calls `function`,
-    too. The other arguments are those of `elastic`, and so are the errors.
+    The last `spares` ranks of `comm` wait, which takes 1 % of a core, and are not in
+    ``group.comm``. After a death, the first spare replaces the dead rank: the group keeps its size,
+    and the spare calls `function`, too. The other arguments and the errors are as for `elastic`.
 
     Returns
     -------
     object
-        What the function has returned in its last call; None on a spare that has not stepped in.
+        The result of the last call of the function; None on a spare that was never needed.
     """
     group = _open(comm, state, min_ranks, deadline, restarts=True, spares=spares)
     return group.repeat(lambda: function(group))

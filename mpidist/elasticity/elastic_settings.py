@@ -16,24 +16,26 @@ class Elastic:
     Parameters
     ----------
     min_ranks : int
-        With fewer living ranks the run ends by RankFailure.
+        If fewer ranks live, the run ends with the error RankFailure.
     spares : int
-        The number of ranks, from the last one, that wait and do not train. After a death, a spare
-        steps in, so the number of ranks that train stays the same.
+        The last `spares` ranks wait and do not train. After a death, a spare replaces the dead
+        rank, so the number of ranks that train stays the same.
     deadline : "stopped", "auto" or float
-        When the ranks of a node evict (kill) one of them: after it has been stopped for 5 seconds,
-        or after it has been late for this number of seconds, or for 20 median steps ("auto").
+        When the other ranks of a node evict (kill) a rank. With "stopped", this is after the rank
+        has been stopped for 5 seconds. With a number, it is after the rank has been stopped or late
+        for this number of seconds. With "auto", the number is the time of 20 median steps.
     slow : float
-        A rank that needs this many times as long for a step as the median of the others, in two
-        windows of ten steps, is evicted at the end of a step; 0 switches this off.
+        A rank is evicted if it needs this many times as long for a step as the median of the other
+        ranks, in two windows of ten steps that follow each other. 0 switches this off.
     copies : "memory", "none" or int
         Under ``mpidist launch --elastic``, each node keeps a copy of the state in its memory. If
         the ranks cannot go on after a death, the next attempt begins from this copy. A number is
-        the steps between two copies; with "memory", copies take at most 3 % of the time.
+        the number of steps between two copies. With "memory", copies take at most 3 % of the time.
     on_exception : "end" or "evict"
         What happens if the model, the reading of data or a callback raises an exception on one
-        rank: the job ends, or this rank is evicted. Even with "evict", the job ends if more than
-        half of the ranks raise, or if another rank raises when the others repeat the step.
+        rank: with "end" the job ends, and with "evict" only this rank is evicted. Even with
+        "evict", the job ends if more than half of the ranks raise, or if another rank raises when
+        the step is repeated.
     """
 
     min_ranks: int = 1
@@ -55,12 +57,15 @@ class Elastic:
 
     @property
     def every(self) -> int | str | None:
-        """The interval of the copies in memory, for `MemoryCopies`; None for no copies."""
+        """The interval of the copies in memory, as `MemoryCopies` takes it; None for no copies."""
         return {"memory": "auto 1h", "none": None}.get(str(self.copies), self.copies)
 
 
 def as_elastic(given) -> Elastic:
-    """Return the settings for the argument `elastic` of `md.train`; raise ConfigError if wrong."""
+    """Return the settings for the argument `elastic` of `md.train`.
+
+    Raises ConfigError if the argument is wrong.
+    """
     if given is True:
         return Elastic()
     if isinstance(given, Elastic):

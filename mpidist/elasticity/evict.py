@@ -1,14 +1,16 @@
-"""Decide which ranks of a node are evicted, and kill them: killing is the fence.
+"""Decide which ranks of a node are evicted, and kill their processes.
 
-A rank that was given up and wakes later would write into files and shared memory of the others. So
-the living ranks first end its process by SIGKILL, and then repair the group as after any death.
+If the other ranks went on without a rank that hangs, this rank could wake up later and write into
+their files and shared memory. So the other ranks first kill its process by SIGKILL, and then repair
+the group as after any death. There are three causes, each with a limit in seconds:
 
-    stopped   its process is in state T of /proc (SIGSTOP)                  `EvictionLimits.stopped`
+    stopped   the process is in state T of /proc (SIGSTOP)                  `EvictionLimits.stopped`
     silent    its threads do not run: a native call holds Python's lock     `EvictionLimits.silent`
     late      it computes, while at least as many ranks wait as are late    `EvictionLimits.late`
 
-A rank in a phase "save", "data", "evaluate" or "plan" may take any time, and only a stop evicts it.
-A process that a debugger has stopped (state t) is left alone. This module uses no MPI.
+A rank in a phase "save", "data", "evaluate" or "plan" may take any time, and is evicted only if it
+is stopped. A process that a debugger has stopped (state t) is never evicted. This module uses no
+MPI.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from .node_board import (
 
 
 class Eviction(NamedTuple):
-    """A rank that is evicted, the cause, and the seconds that it was waited for."""
+    """A rank that is evicted, the cause, and how many seconds the others have waited for it."""
 
     rank: int
     why: int
@@ -47,24 +49,25 @@ class Eviction(NamedTuple):
 def whom_to_evict(
     records: Sequence[Record], now: float, limits: EvictionLimits, fresh: float = -inf
 ) -> tuple[list[Eviction], float]:
-    """Return the ranks of this node that must be evicted now, and when to look again.
+    """Return the ranks of this node that must be evicted now, and the time of the next check.
 
     Parameters
     ----------
     records : sequence of Record
-        What the living ranks of the node show.
+        The records of the living ranks of the node.
     now : float
     limits : EvictionLimits
     fresh : float
-        The time at which the caller itself began to run, or ran again after it was stopped. If a
-        batch system stops the whole job and continues it, all measurements of times start again.
+        The time since which the caller itself has run without being stopped. Earlier times count as
+        this time. So if a batch system stops the whole job and continues it later, no rank is
+        evicted because of the pause.
     """
     late = {
         one.rank: one
         for one in records
         if one.phase == COMPUTE and one.state not in "Tt" and now - one.since > limits.late
     }
-    # Ranks wait for each other in chains, so the rank that has waited longest counts.
+    # Ranks wait for each other in chains, so a late rank is measured by the longest wait.
     waits = [one.since for one in records if one.phase == WAIT and one.state not in "Tt"]
     waiting = sum(now - max(since, fresh) > limits.late for since in waits)
     found, again = [], inf
@@ -81,7 +84,7 @@ def whom_to_evict(
             waited = now - max(since, fresh)
             if waited <= limit:
                 again = min(again, now + limit - waited)
-            # If most ranks take long, then the step takes long, and nobody hangs.
+            # If more ranks compute for long than wait, the step takes long, and no rank hangs.
             elif why != LATE or (one.rank in late and waiting >= len(late)):
                 found.append(Eviction(one.rank, why, waited))
                 break
@@ -89,10 +92,10 @@ def whom_to_evict(
 
 
 def update_stop(one: Record, now: float, gap: float) -> Record:
-    """Return a record with the times at which its process was first and last seen stopped.
+    """Return the record with updated times at which the process was first and last seen stopped.
 
-    A process that has shown a sign of life since then, or that nobody has watched for `gap`
-    seconds, may have run meanwhile. Then the measurement of the stop starts again.
+    If the process has shown a sign of life since it was first seen stopped, or if no rank has
+    looked for `gap` seconds, the process may have run in between. Then the stop begins now.
     """
     if one.state != "T":
         return one._replace(seen=0.0, last=0.0)
@@ -102,7 +105,10 @@ def update_stop(one: Record, now: float, gap: float) -> Record:
 
 
 def kill(one: Record) -> bool:
-    """End the process of a record by SIGKILL, unless its number belongs to another process now."""
+    """Kill the process of a record by SIGKILL; return whether the process still existed.
+
+    If another process now has the same process number, it is not killed.
+    """
     try:
         process = os.pidfd_open(one.pid)
     except ProcessLookupError:
@@ -110,7 +116,8 @@ def kill(one: Record) -> bool:
     except (OSError, AttributeError):  # an old kernel, or a Python that was built for one
         process = None
     try:
-        # The process that the descriptor names is the one that began at that time, or has ended.
+        # The descriptor names one process, so the number cannot pass to another process after this
+        # check.
         if state_of(one) == "X":
             return False
         if process is None:
@@ -126,7 +133,7 @@ def kill(one: Record) -> bool:
 
 
 def end_itself(line: str, why: str, **facts) -> None:
-    """Print `line`, unless it is empty, and end this process as an evicted rank. Never returns."""
+    """Print `line` if it is not empty, and end this process as an evicted rank. Never returns."""
     events.emit("evicts_itself", why=why, **facts)
     if line:
         print(f"mpidist: {line}", file=sys.stderr, flush=True)

@@ -1,15 +1,17 @@
 """Evict a rank whose own code raises an exception (``on_exception = "evict"``).
 
-A GPU that fails, or a host without free memory, raises an exception on one rank, and the others can
-go on without that rank. A mistake in the program raises on all ranks, and a bad sample raises again
-on the rank that gets it next; then the job must end. So a rank that raises tells the others, waits
-for a moment, and ends itself only if all of this holds:
+If a GPU fails, or a host has no free memory, one rank raises an exception, and the other ranks can
+go on without it. Other exceptions must end the job: a mistake in the program raises on all ranks,
+and a bad sample raises again on the rank that gets it when the step is repeated. So a rank that
+raises sends a note to all ranks, waits for a moment for their notes, and ends itself only if all of
+these conditions are true:
 
-    at most half of the workers raise    otherwise the mistake is in the program
-    no rank was evicted in this step     otherwise the mistake is in the data
-    `min_ranks` ranks are left           otherwise the others may not go on
+    at most half of the workers raise              otherwise the mistake is in the program
+    no rank has raised and was evicted in this     otherwise the mistake is in the data
+    step before
+    at least `min_ranks` ranks are left            otherwise the other ranks may not go on
 
-It prints its traceback and ends itself by SIGKILL. The others go on as after any death.
+The rank then prints its traceback and ends itself by SIGKILL. The others go on as after any death.
 """
 
 from __future__ import annotations
@@ -31,24 +33,24 @@ from .node_board import RAISED
 if TYPE_CHECKING:
     from .elastic_group import Group
 
-#: The tag of the notes of ranks that raise.
+#: The tag of the messages by which ranks tell each other that they have raised an exception.
 _RAISES = 11
 
 
 class EvictOnException:
-    """A ``with`` block for code of the user; a rank that raises in it may be evicted.
+    """A context manager for the user's code: a rank that raises in it may be evicted.
 
-    An evicted rank does not leave the block. Exceptions of mpidist leave the block, because the
-    other ranks have been told of them. Without a group, all exceptions leave the block. The block
-    can be used many times.
+    An evicted rank ends its process at the end of the block. Exceptions of mpidist are passed on,
+    because mpidist has already reported them to the other ranks. Without a group, all exceptions
+    are passed on. One object can be used for many ``with`` blocks.
 
     Parameters
     ----------
     group : Group, optional
     step : function
-        Returns the number of steps that this rank has done.
+        A function that returns the number of steps that this rank has done.
     servers : int
-        The number of ranks of the group that do not run the code of the user.
+        The number of ranks of the group that are servers, which do not run the user's code.
     """
 
     def __init__(self, group: Group | None = None, step: Callable[[], int] = int, servers: int = 0):
@@ -77,9 +79,12 @@ class EvictOnException:
 
 
 def _count_notes(base: MPI.Intracomm) -> int:
-    """Tell all ranks of `base` that this rank raises; return how many others do. Not collective."""
+    """Tell all ranks of `base` that this rank raises; return how many other ranks raise, too.
+
+    Not collective: only ranks that raise call this function.
+    """
     found, until = 0, time.monotonic() + HOLD_BACK
-    with suppress(MPI.Exception):  # of a death meanwhile
+    with suppress(MPI.Exception):  # a rank may die in the meantime
         notes = send_notes(base, _RAISES)
         while time.monotonic() < until:
             if base.Iprobe(MPI.ANY_SOURCE, _RAISES):

@@ -1,14 +1,15 @@
-"""A board in memory on which each rank of a node shows what it does, without any MPI call.
+"""A board in shared memory on which each rank of a node shows what it does, without MPI calls.
 
     rank 0   pid 4711   beat 12.5 s   wait      since 12.1 s   step 812
     rank 1   pid 4712   beat 12.4 s   wait      since 12.1 s   step 812
     rank 2   pid 4713   beat 12.0 s   compute   since 11.9 s   step 812      stopped?
-    rank 3   pid 4714   beat 12.3 s   save      since  7.0 s   step 812      is left alone
+    rank 3   pid 4714   beat 12.3 s   save      since  7.0 s   step 812      not evicted
 
-Each rank has a page for its own record, in a file in /dev/shm whose name has been removed. All
-times are read from CLOCK_MONOTONIC. This clock is the same for all processes of a host, and stands
-still while the machine is suspended. A record outlives its process, so the living ranks of a node
-can read why a rank was evicted. The board is made once, and stays the same when ranks die.
+The record of each rank has a memory page of its own, in a file in /dev/shm whose name has been
+removed. All times come from CLOCK_MONOTONIC. This clock is the same for all processes of a host,
+and does not advance while the machine is suspended. A record stays after its process has ended, so
+the living ranks of a node can read why a rank was evicted. The board is made once, and stays the
+same when ranks die.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from ..runtime.polling import PHASES, wait_until
 OUTSIDE, COMPUTE, WAIT, *_, PLAN = range(len(PHASES))
 STOPPED, SILENT, LATE, SLOW, RAISED = 1, 2, 3, 4, 5
 
-# A reader copies a record in this order: the phase before the time at which it began.
+# The positions of the fields. A reader copies a record in this order, so it reads the phase before
+# the time at which the phase began.
 _PID, _BORN, _SPACE, _RANK, _BEAT, _PHASE, _SINCE, _STEP = range(8)
 _SEEN, _LAST, _WHY, _AMOUNT, _FIELDS = range(8, 13)
 
@@ -40,9 +42,9 @@ class Record(NamedTuple):
     """The record of one rank of the node. Times are in seconds of CLOCK_MONOTONIC.
 
     `rank` is the rank in the communicator with which the board was made. `since` is the time at
-    which the phase began, or at which the rank did a step in it. `seen` and `last` are the first
-    and the last time at which another rank saw the process stopped. `state` is the letter of
-    /proc/PID/stat, and "X" for a process that has ended.
+    which the phase began, or at which the rank finished its newest step in this phase. `seen` and
+    `last` are the first and the last time at which another rank saw that the process was stopped.
+    `state` is the state letter in /proc/PID/stat, or "X" if the process has ended.
     """
 
     rank: int
@@ -63,11 +65,12 @@ class NodeBoard:
     Attributes
     ----------
     size, ranks : int
-        The number of ranks of this node, and of `comm`.
+        The number of ranks of this node, and the number of ranks of `comm`.
     rank : int
         The rank of this process in `comm`. This number stays the same when other ranks die.
     fates : dict of int -> (int, float)
-        For each rank that was evicted, as far as this process knows: the cause and its amount.
+        For each rank whose eviction this process knows of: the cause, and the amount that belongs
+        to the cause (seconds, a factor or a step).
     """
 
     def __init__(self, comm: MPI.Intracomm):
@@ -98,7 +101,7 @@ class NodeBoard:
     # -- the record of this rank -----------------------------------------------------------
 
     def beat(self, now: float) -> None:
-        """Show that the threads of this process run."""
+        """Show that the threads of this process are running."""
         self._mine[_BEAT] = now
 
     def last_beat(self) -> float:
@@ -108,25 +111,26 @@ class NodeBoard:
     def show(self, phase: int, now: float) -> int:
         """Show that `phase` begins; return the phase before."""
         before, self._mine[_SINCE] = int(self._mine[_PHASE]), now
-        self._mine[_PHASE] = phase  # after the time: nobody reads a new phase with an old time
+        # Written after the time, so that no reader finds a new phase with an old time.
+        self._mine[_PHASE] = phase
         return before
 
     def show_step(self, step: int, now: float) -> None:
-        """Show that this rank has done all steps before `step`, the last of them now."""
+        """Show that this rank has now done all steps before `step`."""
         self._mine[_STEP], self._mine[_SINCE] = step, now
 
     # -- all records -----------------------------------------------------------------------
 
     def read(self, known: Container[int] | None = None) -> list[Record]:
-        """Return the records of this node's living ranks that this rank can judge, in rank order.
+        """Return the records of the living ranks of this node and container, in rank order.
 
-        The states of processes are read from /proc for the ranks `known`, or for all ranks.
+        For the ranks in `known` (by default all ranks), `state` is read from /proc.
         """
         space, found = self._mine[_SPACE], []
         for view in self._records:
             pid, birth, where, rank, beat, phase, since, step, seen, last, why, _ = view.tolist()
-            # Processes in another container have other numbers, and may have another clock. A
-            # process that was killed may need a while to end.
+            # A process in another container has another process number here, and may have another
+            # clock, so it is left out. A rank with a cause was killed, and may need a while to end.
             if pid and where == space and not why:
                 one = Record(int(rank), int(pid), int(birth), beat, int(phase), since, int(step),
                              seen, last)  # fmt: skip
@@ -137,29 +141,29 @@ class NodeBoard:
         return sorted(found)
 
     def note_stop(self, one: Record) -> None:
-        """Write when the process of a record was seen stopped, for all ranks that watch it."""
+        """Write the times `seen` and `last` of a record to the board, for all ranks of the node."""
         view = self._view(one.rank)
         view[_SEEN], view[_LAST] = one.seen, one.last
 
     def note_fate(self, rank: int, why: int, amount: float) -> None:
-        """Write why a rank is evicted: the cause (0 for none), and its seconds, factor or step."""
+        """Write why a rank is evicted: the cause (0 for none), and the seconds, factor or step."""
         self.fates[rank] = why, amount
         if (view := self._view(rank)) is not None:
             view[_AMOUNT] = amount
             view[_WHY] = why
 
     def fate(self, rank: int) -> tuple[int, float]:
-        """Return why `rank` was evicted, as far as this rank knows; cause 0 if it was not."""
+        """Return the cause of the eviction of `rank`, and its amount; (0, 0.0) if none is known."""
         view = self._view(rank)
         if view is not None and view[_WHY]:
             return int(view[_WHY]), view[_AMOUNT]
         return self.fates.get(rank, (0, 0.0))
 
     def agree_on_fates(self, comm: MPI.Intracomm) -> None:
-        """Let all ranks of `comm` know who was evicted, and why. Collective over `comm`.
+        """Exchange which ranks were evicted and why, between all ranks. Collective over `comm`.
 
-        The number of elements does not depend on who has died: a rank that has repaired the group
-        meanwhile may know of fewer deaths than a rank that is still repairing it.
+        The message has an entry for each rank of the original communicator, dead or not. Its length
+        must not depend on known deaths, because ranks may know of different deaths.
         """
         known = np.array([self.fate(rank) for rank in range(self.ranks)], float)
         wait_for([comm.Iallreduce(MPI.IN_PLACE, known, MPI.MAX)], known)
@@ -181,7 +185,7 @@ def state_of(one: Record) -> str:
 
 
 def _clock_and_numbers() -> float:
-    """Return a number that is equal for processes with the same process numbers and clock."""
+    """Return a number that is equal for processes with the same process numbering and clock."""
     names = []
     for kind in ("pid", "time"):
         try:

@@ -1,10 +1,12 @@
-"""Watch the other ranks of the node, and evict those that are stopped, hang or are late.
+"""Watch the other ranks of the node, and evict ranks that are stopped, hang or are late.
 
-    main thread   in each wait of mpidist: looks about every 5 ms, if it is the lowest waiting rank
-    thread        beats; looks, too, if it is in the lowest rank that runs. It uses no MPI, so it
-                  works while the main threads of all ranks are inside a call of MPI, such as Shrink
+    main thread   while it waits in mpidist, and no lower rank of the node waits: checks the other
+                  ranks about every 5 ms
+    watch thread  writes beats (signs of life); if no lower rank of the node runs, also checks the
+                  other ranks. It uses no MPI, so it works while the main threads of all ranks are
+                  inside a call of MPI, such as Shrink
 
-The ranks of a node watch only each other, so no messages are sent. In a step without a long wait, a
+A rank watches only ranks of its own node, so no messages are sent. In a step without a long wait, a
 rank only writes to its own record on the node's board (`node_board`).
 """
 
@@ -21,24 +23,25 @@ from .deadline import Deadline
 from .evict import cause_in_words, kill, update_stop, whom_to_evict
 from .node_board import COMPUTE, OUTSIDE, PLAN, WAIT, NodeBoard, Record, state_of
 
-#: Seconds between two looks of a waiting rank, and the share of its time that it may look.
+#: Seconds between two checks by a waiting rank, and the largest fraction of its time for checks.
 LOOK, SHARE = 0.005, 0.05
-#: So many of the newest steps give the median for deadline "auto".
+#: The number of the newest steps whose median time is used for the deadline "auto".
 _STEPS = 64
 
 
 class NodeWatch:
-    """The watch of this rank over the ranks of its node; `polling.board` while it works."""
+    """Watches the other ranks of this rank's node. `polling.board` is this object until `close`."""
 
     def __init__(self, board: NodeBoard, deadline: Deadline):
         self.board, self.deadline = board, deadline
         if polling.board is not None:
-            polling.board.close()  # of an earlier group
+            polling.board.close()  # the watch of an earlier group
         self.next_look = 0.0
         self._steps: deque[float] = deque(maxlen=_STEPS)
         self._last_step = self._fresh = time.monotonic()
-        self._first = True  # the first step, also after a change: it makes plans
-        #: Whether this rank repairs the group.
+        # Whether the next step is the first one, also after a change of the group. It makes plans.
+        self._first = True
+        #: Whether this rank repairs the group at the moment.
         self.repairs = False
         self._limits = deadline.limits((), True)
         self._looking = threading.Lock()
@@ -67,16 +70,16 @@ class NodeWatch:
         self._last_step, self._first = now, False
 
     def begin_steps(self) -> None:
-        """Show that steps begin, and measure the first of them from now on."""
+        """Show that steps begin; the first step begins now."""
         self._last_step, self._first = time.monotonic(), True
         self.board.show(COMPUTE, self._last_step)
 
     def end_steps(self, phase: int = PLAN) -> None:
-        """Show that this rank does no steps for a while."""
+        """Show that this rank is in another phase now, and does no steps."""
         self.board.show(phase, time.monotonic())
 
     def close(self) -> None:
-        """End the watch: other ranks no longer watch this rank, and it does not watch them."""
+        """End the watch: this rank no longer watches other ranks, and they no longer watch it."""
         if polling.board is self:
             polling.board = None
         self._stop.set()
@@ -85,7 +88,10 @@ class NodeWatch:
     # -- the others ------------------------------------------------------------------------
 
     def look(self, now: float, main: bool = True) -> None:
-        """Evict ranks, if this rank is the one that must look."""
+        """Check the other ranks and evict some if needed, if this is the task of this rank.
+
+        `main` says whether the main thread calls this method, and not the watch thread.
+        """
         if not self._looking.acquire(blocking=False):
             return
         try:
@@ -100,7 +106,7 @@ class NodeWatch:
             self._looking.release()
 
     def _is_watcher(self, now: float, main: bool) -> bool:
-        """Return whether this rank must look, because no lower rank of the node can."""
+        """Return whether this rank must check, because no lower rank of the node does it."""
         for one in self.board.read(known=()):
             if one.rank >= self.board.rank:
                 break
@@ -115,7 +121,7 @@ class NodeWatch:
         evictions, again = whom_to_evict(records, now, self._limits, self._fresh)
         for each in evictions:
             if each.rank != self.board.rank:
-                # What was read in the moment in which a rank changed its phase is read once more.
+                # A rank may have changed its phase while its record was read, so read again.
                 sure = [self._noted(one, now) for one in self.board.read()]
                 if each in whom_to_evict(sure, now, self._limits, self._fresh)[0]:
                     victim = next(one for one in sure if one.rank == each.rank)
@@ -134,7 +140,7 @@ class NodeWatch:
             what = cause_in_words(why, seconds)
             events.emit("killed", killed=victim.rank, why=what, pid=victim.pid, step=victim.step)
         else:
-            self.board.note_fate(victim.rank, 0, 0.0)  # it has died by itself
+            self.board.note_fate(victim.rank, 0, 0.0)  # the rank had already died by itself
 
     # -- the thread ------------------------------------------------------------------------
 
@@ -148,7 +154,7 @@ class NodeWatch:
 
 
 def _forget() -> None:
-    """End the watch in a forked process, because this process is not a rank."""
+    """End the watch in a forked child process, because the child is not a rank."""
     polling.board = None
 
 

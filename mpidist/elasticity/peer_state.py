@@ -1,15 +1,15 @@
-"""Bring all ranks to the newest state of a living rank, without a file.
+"""Send the newest state of a living rank to the ranks that are behind, without a file.
 
-    rank 0   step 812   behind: receives into new memory, passes it on, then copies
-    rank 1   step 813   the newest: sends
-    rank 2   step 813   has the same state already, and does nothing
+    rank 0   step 812   behind: receives into new memory, sends on to rank 3, then copies
+    rank 1   step 813   has the newest state: sends
+    rank 2   step 813   already has the same state: does nothing
     rank 3   step 812   behind: receives from rank 0
 
-The ranks that take part do not make a communicator: with Open MPI 5.0.11, a rank may crash if
-another rank dies while they make one.
+No communicator is made for the ranks that send or receive, because with Open MPI 5.0.11 a rank may
+crash if another rank dies while a communicator is made.
 
-A rank changes its state only when it has received everything. So if the sender dies before, each
-rank still has a whole state, and the next repair uses the newest of these states.
+A rank changes its state only after it has received all data. So if the sender dies earlier, the
+state of each rank is still complete, and the next repair uses the newest of these states.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..runtime.elastic_requests import wait_for
 #: The state of a program: nested dicts of arrays and numbers, or a function that returns arrays.
 State = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
-#: The step of a rank that has no state: a spare that has not stepped in.
+#: The step of a rank that has no state, which is a spare that has not replaced a dead rank.
 NOTHING = -2
 
 _PIECE = 1 << 22  # bytes of one message
@@ -39,14 +39,17 @@ _TAG = 8
 
 
 def leaves_of(state: State) -> list[tuple[Path, Any]]:
-    """Return the (path, leaf) pairs of a state; raise ConfigError for what cannot be replaced."""
+    """Return (path, leaf) for each array and number of a state.
+
+    Raises ConfigError for a leaf that cannot be replaced by the leaf of another rank.
+    """
     found = [*leaves(state() if callable(state) else state)]
     for path, leaf in found:
         if isinstance(leaf, Shard):
             raise ConfigError(f"the state has a Shard, {show(path)}, which no other rank has")
         if not _in_place(leaf):
             if callable(state):
-                wanted = "a function gives arrays only; pass a dict, in which numbers are replaced"
+                wanted = "a function may give only arrays; pass a dict, so numbers can be replaced"
                 raise ConfigError(f"the state has {type(leaf).__name__} {show(path)}: {wanted}")
         elif not is_writable(array_of(leaf)) or array_of(leaf).dtype.hasobject:
             raise ConfigError(f"the state has an array that cannot be written: {show(path)}")
@@ -54,7 +57,7 @@ def leaves_of(state: State) -> list[tuple[Path, Any]]:
 
 
 def description(state: State) -> dict[str, str]:
-    """Return a text for each leaf of a state; the texts must be equal on all ranks."""
+    """Return a text (shape and dtype) for each leaf of a state; all ranks must have equal texts."""
     return {
         show(path): f"{array_of(leaf).dtype} {array_of(leaf).shape}"
         if _in_place(leaf)
@@ -64,15 +67,15 @@ def description(state: State) -> dict[str, str]:
 
 
 def size_of(state: State) -> int:
-    """Return the bytes of the arrays of a state."""
+    """Return the number of bytes of all arrays of a state."""
     return sum(array_of(leaf).nbytes for _, leaf in leaves_of(state) if _in_place(leaf))
 
 
 def bring_up_to_date(comm: MPI.Intracomm, state: State, step: int) -> int:
     """Give all ranks of `comm` the state of the rank with the largest `step`. Collective.
 
-    Arrays of the state are changed in place, and other leaves are replaced in their dicts. If a
-    rank dies, MPI raises an exception, and the state of this rank is what it was.
+    Arrays of the state are changed in place, and numbers are replaced in their dicts. If a rank
+    dies, MPI raises an exception, and the state of this rank does not change.
 
     Returns
     -------
@@ -102,17 +105,17 @@ def bring_up_to_date(comm: MPI.Intracomm, state: State, step: int) -> int:
 
 
 def _in_place(leaf) -> bool:
-    """Return whether a leaf is an array, into which values can be copied, and not a number."""
+    """Return whether a leaf is an array, so that values can be copied into it."""
     return is_array(leaf) and not isinstance(leaf, np.generic)
 
 
 def _check(newest: dict[str, str], mine: dict[str, str]) -> None:
-    """Raise MismatchError if a rank that is behind has no place for a part of the newest state."""
+    """Raise MismatchError if the newest state and the state of this rank have different parts."""
     text = difference([newest, mine])
     if text is not None:
         raise MismatchError(
-            "md.elastic: the newest state (rank 0) and that of a rank that is behind (rank 1) have "
-            f"different parts: {text}; make all parts before the first step"
+            "md.elastic: the newest state (called rank 0) and the state of a rank that is behind "
+            f"(called rank 1) have different parts: {text}; make all parts before the first step"
         )
 
 
@@ -144,9 +147,9 @@ def _receive(comm, line: list[int], found: list[tuple[Path, Any]], numbers, stat
 
 
 def _pass_on(comm: MPI.Intracomm, line: list[int], vector: np.ndarray) -> None:
-    """Send `vector` from the first rank of `line` to the others along a binomial tree. Polled."""
+    """Send `vector` from the first rank of `line` to the other ranks along a binomial tree."""
     raw, mine = vector.view(np.uint8), line.index(comm.rank)
-    step = mine & -mine or 1 << len(line).bit_length()  # the place of the parent is mine - step
+    step = mine & -mine or 1 << len(line).bit_length()  # mine - step is the parent in the tree
     children = []
     source = mine - step
     while step := step >> 1:

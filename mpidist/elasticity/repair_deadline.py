@@ -1,18 +1,18 @@
-"""The deadline of a repair: a rank that cannot go on after a death ends, and the attempt with it.
+"""The deadline of a repair: a rank whose repair takes too long ends its process.
 
     MEET      wait for all living ranks           10 s and three times the longest step so far
     SHRINK    make a smaller communicator          5 s
     REBUILD   new communicators, and the state     5 s and 10 s for each GB of state
 
-Open MPI 5.0.11 may hang in these phases when another rank dies at a bad moment, and a blocking call
-of MPI cannot be broken off from inside. Therefore a thread that does not use MPI watches the clock.
-When the deadline has passed, it writes this into the heartbeat file and kills this process.
-`mpidist launch` then kills the other ranks, and starts the job again. Without `mpidist launch`,
-this process prints the reason and exits with code 70. The other ranks wait for it, and end at their
-own deadlines.
+If another rank dies at a bad moment, Open MPI 5.0.11 may hang in these phases. A rank cannot cancel
+its own blocking call of MPI. Therefore a thread that does not use MPI watches the clock. When a
+phase takes longer than its limit, the thread notes this in the heartbeat file and kills the
+process. `mpidist launch` then kills the other ranks, and starts the job again. Without
+`mpidist launch`, the process prints the reason and exits with code 70. The other ranks wait for
+this rank until their own deadlines pass, and then they end, too.
 
 MEET is longer than the other phases, because a living rank may be in the middle of a step, and
-because there is time to evict a rank that is stopped.
+because the ranks may first have to evict a stopped rank.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from ..errors import RankFailure
 from ..launch import heartbeat
 from ..runtime.before_exit import wait_for_the_reader
 
-#: Seconds of each phase.
+#: The limit of each phase in seconds, without the times that depend on steps and state.
 PHASES = {"MEET": 10.0, "SHRINK": 5.0, "REBUILD": 5.0}
-#: Seconds of the longest step, as long as less than two steps are done; bytes of state per second.
+#: The assumed seconds of the longest step while fewer than two steps are done; and the assumed
+#: bytes of state that are sent per second.
 UNKNOWN_STEP, STATE_RATE = 20.0, 100e6
 
 
@@ -39,9 +40,9 @@ class RepairDeadline:
     Parameters
     ----------
     who : str
-        The name of this process in its last line, such as ``rank 3 of 8 on n2``.
+        The name of this process for the line that it prints, such as ``rank 3 of 8 on n2``.
     state_bytes : int
-        How many bytes a rank may have to send to another one.
+        How many bytes of state a rank may have to send to another rank.
     """
 
     def __init__(self, who: str, state_bytes: int):
@@ -60,7 +61,7 @@ class RepairDeadline:
         self.begin("end")
 
     def begin(self, phase: str) -> None:
-        """Begin a phase, and end the phase before. The phase "" may take any time."""
+        """Begin a phase, and end the previous phase. The phase "" may take any time."""
         more = {"MEET": 3 * self._step_seconds, "REBUILD": self._state_seconds}.get(phase, 0.0)
         with self._changed:
             self._phase = phase

@@ -1,9 +1,9 @@
 """Evict ranks that are much slower than the others, at the end of a step (``slow = F``).
 
-The ranks measure their own time of each step, and exchange the times every ten steps
-(`fault_tolerance.stragglers`). All ranks have the same times, so all of them come to the same
-verdict without a further message. The slow rank ends itself when it has said why, and the others go
-on as after any death. Nothing is lost, because all of them have done the step.
+Each rank measures its own time of each step, and the ranks exchange the times every ten steps
+(`fault_tolerance.stragglers`). All ranks then have the same times, so they find the same slow ranks
+without another message. A slow rank prints the reason and ends itself. The other ranks go on as
+after any death. No step is lost, because all ranks have done the step.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .node_board import SLOW, NodeBoard
 
 
 class SlowRanks:
-    """Evicts ranks that are slow in two windows in a row. Collective over the stragglers' ranks.
+    """Evicts ranks that are slow in two windows in a row. Collective over ``stragglers.comm``.
 
-    Make this object together with a new `Stragglers` after each change of the group, and call
-    `end_of_step` on all ranks at the end of each step, after ``stragglers.note`` and after the step
-    is done:
+    A window is ten steps. After each change of the group, make a new `Stragglers` and a new
+    `SlowRanks`. Call `end_of_step` on all ranks at the end of each step, after the step is done and
+    after ``stragglers.note``:
 
     >>> stragglers = Stragglers(group.comm)
     >>> slow = SlowRanks(stragglers, factor, group.min_ranks, group.watch.board, names)
@@ -38,14 +38,15 @@ class SlowRanks:
     ----------
     stragglers : Stragglers
     factor : float
-        How many times slower than the median of the others a rank must be; 0 for never.
+        A rank is slow if its time is `factor` times the median of the other ranks' times. 0 means
+        that no rank is evicted.
     min_ranks : int
-        The fewest ranks that must remain.
+        The smallest number of ranks that must remain.
     board : NodeBoard, optional
-        The board that tells the ranks of a group why a rank has gone.
+        The board on which the cause of an eviction is written, for the other ranks of the group.
     ranks : sequence of int, optional
-        For each rank of ``stragglers.comm``, its rank in the communicator of the board. By default
-        they are the same.
+        For each rank of ``stragglers.comm``, its rank in the communicator of the board. By default,
+        both communicators have the same ranks.
     """
 
     def __init__(
@@ -62,15 +63,15 @@ class SlowRanks:
         self._judged, self._before = 0, dict[int, float]()
 
     def end_of_step(self) -> list[int]:
-        """Return the ranks that are evicted now; ends this process if it is one of them.
+        """Return the ranks that are evicted now. If this rank is one of them, end this process.
 
-        Collective, but without a message, unless a rank is slow for the first time: then the ranks
-        exchange once which of them share cores.
+        Collective. Sends no messages, with one exception: before the first eviction, the ranks
+        exchange which of them share cores.
         """
         stragglers, times = self.stragglers, self.stragglers.newest
         if not self.factor or stragglers.windows == self._judged or times is None:
             return []
-        # After a window in which this function was not called, two windows are not in a row.
+        # If this method was not called at the end of a window, the two windows are not in a row.
         in_a_row = stragglers.windows == self._judged + 1
         self._judged = stragglers.windows
         slow = slow_ranks(times, self.factor)
@@ -91,7 +92,7 @@ class SlowRanks:
 def slow_ranks(times: np.ndarray, factor: float) -> dict[int, float]:
     """Return the ranks that are `factor` times slower than the median of the others in a window.
 
-    `times` is an array (ranks, phases). Each rank comes with the number of times that it is slower.
+    `times` is an array (ranks, phases). The result is a dict: rank -> by which factor it is slower.
     """
     totals = times.sum(axis=1)
     return {
@@ -101,12 +102,12 @@ def slow_ranks(times: np.ndarray, factor: float) -> dict[int, float]:
 
 
 def slowest(slow: dict[int, float], most: int) -> list[int]:
-    """Return at most `most` of the slow ranks: the slowest, in rank order."""
+    """Return the `most` slowest of the slow ranks, in rank order; all if there are fewer."""
     return sorted(sorted(slow, key=lambda rank: (-slow[rank], rank))[: max(most, 0)])
 
 
 def _leave(by: float) -> None:
-    """Say why, and end this process at once: it must not run on beside the others."""
+    """Print why this rank is evicted, and end this process."""
     text = f"needs {by:.1f} times as long for a step as the others and ends itself"
     line = f"{this_rank()} {text}" if events.VERBOSITY else ""
     end_itself(line, f"{by:.1f} times slower than the others", windows=AGAIN)

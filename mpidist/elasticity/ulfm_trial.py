@@ -1,8 +1,9 @@
-"""Try once whether the ranks of a launcher really go on after a death, before a job relies on it.
+"""Try once whether ranks really go on after a death, before `mpidist launch` relies on it.
 
 A launcher may accept ``--with-ft ulfm`` although its MPI library was built without ULFM, or with a
-runtime of another version. So `mpidist launch --elastic` starts two ranks, one of which kills
-itself, and looks whether the other one goes on. A success is remembered in the cache folder.
+runtime of another version. So `mpidist launch --elastic` first starts a trial with two ranks. One
+of them kills itself, and the trial succeeds if the other rank goes on. A success is stored in the
+cache folder, and is not tried again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..launch.environment import user_cache
 from ..launch.launchers import launch_environment
 from ..launch.processes import run
 
-#: Seconds for the start, the death and the repair; on an idle machine they take about one.
+#: The time limit for a trial in seconds. On an idle machine a trial takes about one second.
 PATIENCE = 60.0
 
 _BEGUN, _GOES_ON = "both ranks have begun", "one rank goes on"
@@ -45,10 +46,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def check_survival(words: Sequence[str], version: str) -> None:
-    """Raise ConfigError if two ranks that `words` starts do not survive the death of one of them.
+    """Start two ranks by `words`; raise ConfigError if one does not survive the other one's death.
 
-    If a trial cannot begin, for example because all slots are in use, it proves nothing, and is
-    repeated next time.
+    If the trial cannot start, for example because all slots are in use, its result is unknown. Then
+    no error is raised, and the next call tries again.
 
     Parameters
     ----------
