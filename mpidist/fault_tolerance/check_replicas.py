@@ -47,7 +47,7 @@ def check_replicas(comm, params, *, step: int | None = None) -> None:
         On all ranks, if some rank has passed anything else than arrays.
     """
     told = run_on_all(comm, "check_replicas", lambda: _facts(params, step), list, if_differs=True)
-    if isinstance(told, str):  # this rank's own text: the texts of all ranks are equal
+    if isinstance(told, str):  # a rank gets its own text back if the texts of all ranks are equal
         return
     everyone = [json.loads(text) for text in told]
     apart = difference([{"step": str(each)} for each, _ in everyone])
@@ -115,7 +115,7 @@ def divergence(facts: Sequence[Mapping[str, str]], step: int | None = None) -> R
     when = "" if step is None else f" after step {step}"
     return ReplicaError(
         f"replicas differ{when}: {what}; go on from the newest checkpoint, and look for what "
-        "a rank does alone: a seed, a branch, an update of its own, bad memory",
+        "only one rank does: another seed, another branch, an extra update, bad memory",
         odd,
         tensors,
     )

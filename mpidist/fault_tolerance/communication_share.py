@@ -1,10 +1,11 @@
-"""How long the steps of each worker took, and which share of them was communication. Uses no MPI.
+"""How long the steps of each worker took, and which part of the time was communication. No MPI.
 
     step    | data | gradients          | exchange of gradients   |
               ----- computation ------    ---- communication -----
 
-Communication is what a worker spends after its gradients are done: sending, and waiting for others.
-What is sent while gradients are still computed takes no time of the step.
+Communication is the time from the end of a worker's computation to the end of the step, in which
+the worker sends, receives, and waits for others. Messages that are sent while gradients are still
+computed do not count.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from collections.abc import Sequence
 
 from .. import events
 
-#: Ends of the bins of a histogram, in milliseconds. The last bin has no end.
+#: The upper ends of the bins of a histogram, in milliseconds. The last bin has no upper end.
 EDGES_MS = tuple(unit * 10.0**power for power in range(-1, 6) for unit in (1, 2, 5))
 
-#: A run is warned whose communication takes a larger share of its steps. Shorter runs are not.
+#: A warning is printed if communication takes a larger share of the time of the steps than this, in
+#: a run of at least this many steps and seconds.
 SHARE_BOUND, LEAST_STEPS, LEAST_SECONDS = 0.5, 20, 10.0
 
 
@@ -30,7 +32,7 @@ class StepTimes:
         self._counts = [0] * (len(EDGES_MS) + 1)
 
     def note(self, data: float, compute: float, exchange: float) -> None:
-        """Record one step: seconds waited for data, seconds of computation and communication."""
+        """Record the seconds of one step: waiting for data, computation, and communication."""
         self.steps += 1
         self.data += data
         self.compute += compute
@@ -38,7 +40,7 @@ class StepTimes:
         self._counts[bisect_left(EDGES_MS, 1e3 * (data + compute + exchange))] += 1
 
     def facts(self, rank: int) -> dict:
-        """Return the numbers of this worker as plain values."""
+        """Return a dict with the times of this worker, for `summarize_steps`."""
         return {
             "rank": rank,
             "steps": self.steps,
@@ -51,10 +53,10 @@ class StepTimes:
 
 
 def summarize_steps(workers: Sequence[dict]) -> dict:
-    """Return what all workers have noted: the common share, and a histogram for each of them.
+    """Return the share of communication over all workers, and a histogram for each worker.
 
-    ``edges_ms`` has the ends of the bins that are in use, in milliseconds, and ``counts`` of each
-    worker the steps in each of them; the last count is of longer steps.
+    ``edges_ms`` has the upper ends of the bins that are in use, in milliseconds. ``counts`` of a
+    worker has its number of steps in each bin, and last the number of longer steps.
     """
     used = [any(each["counts"][bin] for each in workers) for bin in range(len(EDGES_MS) + 1)]
     first = used.index(True) if any(used) else 0
@@ -71,7 +73,11 @@ def summarize_steps(workers: Sequence[dict]) -> dict:
 
 
 def warn_of_share(times: dict, seconds: float) -> str:
-    """Say if a run of so many seconds spends too much time with communication; return the text."""
+    """Print and return a warning if too much of the time of the steps was communication.
+
+    `times` is from `summarize_steps`, and `seconds` is the time of the run. Returns "" if there is
+    no reason to warn.
+    """
     steps = max((each["steps"] for each in times["workers"]), default=0)
     if times["share"] <= SHARE_BOUND or steps < LEAST_STEPS or seconds < LEAST_SECONDS:
         return ""

@@ -130,7 +130,8 @@ class Guard:
         self.state, self.store = state, store
         self.every = agreed["every"]
         self.reason, self.exit_code = "", 0
-        #: Whether the run goes on after a death; then signals stay blocked until the next guard.
+        #: Whether the run goes on after the death of a rank. Then signals stay blocked from the end
+        #: of this guard to the beginning of the next one.
         self.survives = False
         self._given, self._deciders = comm, deciders
         self._time_limit = agreed["time_limit"]
@@ -146,7 +147,7 @@ class Guard:
         self._loop = of(comm).control if deciders is None else deciders
         self._own = OwnTime()
 
-    # ------------------------------------------------------------------------------- around it
+    # --------------------------------------------------------------------- the ``with`` block
 
     def __enter__(self) -> Guard:
         left = run_on_all(self._given, "guard: entering", self._entering, lambda all: all[0])
@@ -167,7 +168,7 @@ class Guard:
         return self
 
     def _entering(self) -> float | None:
-        """Check for the main thread; with time limit "auto", rank 0 returns the time left."""
+        """Raise an error outside the main thread; with "auto", rank 0 returns the time left."""
         if threading.current_thread() is not threading.main_thread():
             raise ProtocolError("guard: enter it in the main thread; Python delivers signals there")
         asked = self._time_limit == "auto" and self._given.rank == 0
@@ -317,17 +318,20 @@ class Guard:
         raise error
 
     def losses(self) -> list[float]:
-        """Return what `check_loss` remembers of earlier steps."""
+        """Return the losses of earlier steps that `check_loss` needs, for `take_over`."""
         return [self._best, *self._losses]
 
     def take_over(self, earlier: Guard | None, losses: Sequence[float]) -> None:
-        """Take the requests and the deadline of an `earlier` guard of this rank; see `losses`."""
+        """Continue an `earlier` guard of this rank: keep its requests to stop and its deadline.
+
+        `losses` is the result of ``earlier.losses()``, from this or another rank.
+        """
         if earlier is not None:
             self._asked = max(self._asked, earlier._asked)
             self._deadline = earlier._deadline
         self._best, *self._losses = losses
 
-    # ------------------------------------------------------------------------------ underneath
+    # ------------------------------------------------------------------------------- internals
 
     def _hear(self, number: int) -> None:
         self._asked = max(self._asked, _SIGNAL + number)

@@ -1,16 +1,17 @@
-"""The ranks' part in a hand-over, in which an attempt with more ranks continues the run of another.
+"""The ranks' part in a hand-over, in which a second attempt with more ranks continues a run.
 
     launch     mpidist grow               asks        decides
     2 ranks    steps ...................... last step, state .. | leave
     4 ranks    import, MPI_Init, data, wait . . . . . . . . . . | restore, steps
 
-`mpidist launch` starts the second attempt while the first one trains. The new ranks import modules,
-initialise MPI and open the data, and then wait for the state of the run. The two attempts speak
-with `mpidist launch` by files in the folder of the first attempt: CAN, ASKED, HANDED and DECIDED
-(`launch.heartbeat`). The new ranks write READY to the folder of their own attempt. Only one of the
-two attempts may write to the run, and the file DECIDED says which one. This file can be made only
-once: by `mpidist launch` in favour of the new ranks, or by the old ranks in their own favour, if
-they have waited too long.
+An attempt is one start of the job by `mpidist launch`. `mpidist launch` starts the second attempt
+while the first attempt trains. The new ranks import modules, initialise MPI and open the data, and
+then wait for the state of the run. The old ranks and `mpidist launch` exchange files in the folder
+of the first attempt: CAN, ASKED, HANDED and DECIDED (`launch.heartbeat`). The new ranks write READY
+to the folder of their own attempt. Only one of the two attempts may write to the run's folder, and
+the file DECIDED says which one. DECIDED can be made only once: either by `mpidist launch`, which
+decides for the new ranks, or by the old ranks, which decide for themselves if they have waited too
+long.
 """
 
 from __future__ import annotations
@@ -27,42 +28,44 @@ from ..runtime import polling
 from ..runtime.agreement.run_on_all import run_on_all
 from .guard import Stopped
 
-#: Seconds between two looks of a rank that waits: 1 % of a core.
+#: Seconds between two checks of a waiting rank. The checks take 1 % of a core.
 _POLL = 0.004
-#: Seconds that the old ranks, whose state is handed over, wait for the decision.
+#: How many seconds the old ranks wait for the decision after they have offered their state.
 _PATIENCE = 10.0
 
-#: What a waiting rank calls when its turn has come, for it must not write to the run before.
+#: Functions that a waiting rank calls when its turn has come. Before, it must not write to the
+#: run's folder.
 at_turn: list[Callable[[], None]] = []
-#: Whether the next attempt has got the run of this one.
+#: Whether the next attempt has taken over the run of this attempt.
 handed = False
 _turn_has_come = False
 
 
 def is_waiting() -> bool:
-    """Whether this attempt must not write to the run, because the one before goes on with it."""
+    """Whether this attempt must not write to the run yet, as the previous attempt still trains."""
     return attempt_before() is not None and not _turn_has_come
 
 
 def wait_for_turn(comm) -> str:
-    """Wait until the attempt before hands the run over. Collective over `comm`.
+    """Wait until the previous attempt hands the run over. Collective over `comm`.
 
     Returns where the state is: `heartbeat.IN_MEMORY` or `heartbeat.IN_STORE`. Returns "" if this
-    attempt need not wait, or has waited already.
+    attempt need not wait, or has already waited.
     """
     before = attempt_before()
     if before is None:
         return ""
     heartbeat.join()
-    # After a death, ranks come here again, and their turn may have come.
+    # After a death, ranks call this function again, and their turn may already have come.
     if run_on_all(comm, "hand-over: ready", lambda: _turn_has_come, any):
         _begin_turn()
         return ""
     if comm.rank == 0:
         heartbeat.tell_launcher(heartbeat.READY)
     looks, text = 0, ""
-    while text in ("", heartbeat.KEPT):  # the launcher ends ranks that wait in vain
-        looks += 1  # `watch` sees by this number that the rank does not hang
+    # If the previous attempt keeps the run (KEPT), `mpidist launch` kills the waiting ranks.
+    while text in ("", heartbeat.KEPT):
+        looks += 1  # this number changes, so `watch` sees that the rank does not hang
         time.sleep(_POLL)
         if polling.look is not None:
             polling.look()
@@ -91,7 +94,7 @@ def announce(can: bool) -> None:
 
 
 def asked(comm) -> str:
-    """Return where the next attempt wants the state, or "" if none has asked. Collective."""
+    """Return where a next attempt wants the state, or "" if no attempt has asked. Collective."""
     if attempt_folder() is None:
         return ""
     look = _asked if comm.rank == 0 else lambda: ""
@@ -129,9 +132,9 @@ def offer(comm, where: str) -> bool:
 
 
 def is_handed(comm) -> bool:
-    """Return whether the next attempt has got the run already. Collective over `comm`.
+    """Return whether the next attempt has already taken over the run. Collective over `comm`.
 
-    After a death the ranks may not know this, because the one that knew it has died.
+    If the rank that knew of the decision has died, the other ranks do not know it yet.
     """
     folder = attempt_folder()
     if folder is None:
@@ -153,7 +156,7 @@ def _note(decided: bool) -> bool:
 
 @contextmanager
 def leaving(comm) -> Iterator[None]:
-    """Offer the state in the store to the next attempt, if the block stops for a hand-over."""
+    """If the ``with`` block stops for a hand-over, offer the state in the store."""
     try:
         yield
     except Stopped:
@@ -161,14 +164,14 @@ def leaving(comm) -> Iterator[None]:
         if folder is not None and comm.rank == 0 and not handed and _asked():
             _give_way()
             with suppress(OSError):
-                # After a decision these ranks had to keep the run.
+                # If there is a decision already, these ranks must keep the run.
                 if not heartbeat.decision(folder):
                     heartbeat.tell_launcher(heartbeat.HANDED, heartbeat.IN_STORE)
         raise
 
 
 def _give_way() -> None:
-    """Close the event log, and lower this process's priority in favour of the ranks that go on."""
+    """Close the event log, and lower the priority of this process, so that the new ranks run."""
     events.close_log()
     with suppress(OSError):
         os.nice(19)

@@ -14,7 +14,7 @@ class Hang(NamedTuple):
 
 
 class Seen:
-    """The newest status record of a rank, and the time at which the record last changed."""
+    """The newest status record of a rank, and the time of the last change of the record."""
 
     def __init__(self, rank: int):
         self.rank = rank

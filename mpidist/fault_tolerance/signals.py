@@ -43,7 +43,7 @@ def say_last(text: str) -> None:
 class Handlers:
     """Signal handlers that call the function `heard` with the number of the signal.
 
-    Call the method `set` in the main thread.
+    The method `set` must be called in the main thread.
 
     The first SIGINT calls `heard`, too. The second SIGINT ends the process. The second SIGINT has
     no Python handler, because a Python handler does not run while MPI blocks. If the process was

@@ -41,7 +41,7 @@ _CORES = 1024
 
 
 class Straggler(NamedTuple):
-    """A slow rank, the phase of the step in which it is slow, and by how many seconds per step."""
+    """A slow rank, the phase of the step in which it is slow, and its lag in seconds per step."""
 
     rank: int
     phase: str
@@ -60,7 +60,7 @@ def find_stragglers(
     phases : sequence of str
         The names of the phases.
     factor : float
-        How many times longer than the median of the others a slow rank needs.
+        A rank is slow if it needs this many times as long as the median of the other ranks.
     """
     totals = times.sum(axis=1)
     found = []
@@ -186,7 +186,7 @@ class Stragglers:
         self.windows = 0
 
     def share_cores(self) -> frozenset[int]:
-        """Return those of `ranks` that share cores. Collective over `comm` at the first call."""
+        """Return the members of `ranks` that share cores. The first call is collective."""
         if self.crowded is None:
             self.crowded = frozenset(self.ranks[rank] for rank in crowded_ranks(self.comm))
         return self.crowded

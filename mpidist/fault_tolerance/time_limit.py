@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from .. import events
 
-#: Seconds of reserve, for all that takes time and is not measured.
+#: Seconds of reserve, for everything that takes time but is not measured.
 RESERVE = 30.0
 
 _DURATION = re.compile(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)")
@@ -60,7 +60,7 @@ def longest_save() -> float:
 
 
 class Allotment:
-    """The time that a job has left: `seconds` from the time `now` on, on the monotonic clock."""
+    """The time that a job still has: `seconds`, counted from `now` (on the monotonic clock)."""
 
     def __init__(self, seconds: float, now: float):
         self.end = now + seconds

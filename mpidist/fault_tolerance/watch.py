@@ -7,13 +7,13 @@ the status board, that all ranks read. The main thread is in one of these states
     moving    it runs Python code and makes progress
     blocked   it has not returned to Python from a native call, usually an MPI call that waits
     waiting   it polls in one and the same wait of mpidist
-    looping   it runs Python code, but always the same instruction with the same values
+    looping   it runs Python code, but is always at the same instruction with the same values
 
 The job hangs if a rank writes no state for `seconds`, or if no rank has made progress for `seconds`
-and at least one rank waits. While one rank computes, the other ranks may wait for any time without
-being taken to hang. The watching thread cannot tell a native call that computes from an MPI call
-that waits. Therefore set `seconds` to more than the longest native call that all ranks make at
-once, such as a collective write or a factorisation.
+and at least one rank waits. As long as one rank makes progress, the other ranks may wait for any
+time. The watching thread cannot tell a native call that computes from an MPI call that waits.
+Therefore set `seconds` to more than the longest native call that all ranks make at the same time,
+such as a collective write or a factorisation.
 """
 
 from __future__ import annotations
@@ -180,14 +180,14 @@ class Watch:
         with contextlib.suppress(OSError):
             self._publish(hang)
         living = [p.rank for p in self._peers if p.rank not in hang.absent and not p.left]
-        # The lowest living rank reports the hang. A rank that the others take for absent reports
-        # nothing.
+        # The lowest living rank reports the hang. A rank that the other ranks consider absent
+        # reports nothing.
         if living and self.rank == living[0]:
             _write(hang_report(self._peers, hang, self.seconds, now, self._condition))
         _write(self._stack())
         self._dump(hang)
-        # While this rank sleeps, the other ranks read of the hang on the status board, and end as
-        # well.
+        # While this rank sleeps, the other ranks read on the status board that the job hangs, and
+        # end, too.
         time.sleep(1.5 * self.interval + 0.2)
         if self.rank in [rank for rank in living if self._here(self._peers[rank])][:1]:
             self._kill_absent(hang)
@@ -236,9 +236,8 @@ class Watch:
     def _kill_absent(self, hang: Hang) -> None:
         """Kill the ranks of this host that no longer publish a state and cannot end by themselves.
 
-        A new process kills these ranks a moment later, because the launcher takes the exit code of
-        the job from the first rank that ends. If a killed rank ended first, the exit code of the
-        job would be 137.
+        A new process kills these ranks a moment after this rank has ended. The launcher takes the
+        exit code of the job from the first rank that ends, which would be 137 for a killed rank.
         """
         pids = [
             str(peer.pid)
