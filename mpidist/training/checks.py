@@ -26,8 +26,8 @@ _MODEL = (
     "gradients, ready=None), see docs/models.md"
 )
 
-#: Why parameter servers cannot do what these arguments ask for. A strategy may have other reasons,
-#: in its attribute `reasons`.
+#: argument -> why parameter servers do not support it. The attribute `reasons` of a strategy has
+#: the reasons of this strategy.
 _ON_SERVERS = {
     "microbatches": "servers add gradients in the order in which they arrive",
     "check_replicas": "servers hold each parameter once",
@@ -175,7 +175,7 @@ def check_replicated(strategy, **settings: int | None) -> None:
 
 
 def _reason(strategy, name: str) -> str:
-    """Return why a strategy cannot do what the argument `name` asks for."""
+    """Return why a strategy does not support the argument `name`."""
     return getattr(strategy, "reasons", _ON_SERVERS)[name]
 
 
@@ -183,7 +183,7 @@ def _reason(strategy, name: str) -> str:
 
 
 def check_model(model, predicts: bool) -> None:
-    """Raise ConfigError if `model` is not a model, or lacks a method that the run needs."""
+    """Raise ConfigError if `model` is not a model, or has not all methods that the run needs."""
     if isinstance(model, type) or not hasattr(model, "parameters"):
         raise ConfigError(f"model is {brief(model)}; {_MODEL}")
     _, problem = named_arrays(model)
@@ -235,8 +235,8 @@ def check_elastic(elastic, strategy, checkpoint) -> Elastic | None:
     if elastic is None or elastic is False:
         if getattr(strategy, "keeps_copies", False):
             raise ConfigError(
-                f"replicas={strategy.replicas} needs elastic: without it, the job ends when a "
-                "server dies, and nobody uses the copies; give elastic=True, or leave replicas out"
+                f"replicas={strategy.replicas} needs elastic: otherwise the job ends when a "
+                "server dies, and no rank uses the copies; give elastic=True, or leave replicas out"
             )
         return None
     settings = as_elastic(elastic)

@@ -1,13 +1,14 @@
-"""Elastic runs of `md.train`: what a run carries over when a rank has died.
+"""Elastic runs of `md.train`: the state that a run keeps in memory when a rank has died.
 
     _train    steps ........ a rank dies: RankFailure, which ends all ``with`` blocks of the run
-    Carried   notes the state of this rank: parameters, optimizer, step, position, bad records
+    Carried   keeps the state of this rank: parameters, optimizer, step, position, bad records
     Group     makes the smaller communicator; ranks that are behind get the state of the newest rank
-    _train    is called again, takes what is carried, and repeats the step that was broken off
+    _train    is called again, continues from the kept state, and repeats the interrupted step
 
-Nothing is read from disk. A step changes the state only when all its messages have arrived, so each
-rank is either before or after the step. A rank that was before a step which another rank has done
-gets the result, and its callbacks get the report of that step.
+Nothing is read from disk. A step changes the state only after all its messages have arrived. So the
+state of each rank is the state either before or after the interrupted step. If another rank has
+done the step and this rank has not, this rank receives the state after the step, and its callbacks
+get the report of the step.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from ..runtime.ulfm import is_death, rank_failure
 from .run_state import Progress, StepReport
 from .summary import Summary
 
-#: Signals by which a launcher or a batch system asks for a stop.
+#: Signals by which a launcher or a batch system asks a run to stop.
 _REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -53,11 +54,11 @@ class Carried:
         self.name, self.given = name, given
         self.group: TrainingGroup | None = None
         self._slow: SlowRanks | None = None
-        #: A ``with`` block for the code of the user in a step.
+        #: A context manager for the user's code in a step.
         self.evict_on_exception = EvictOnException()
         self._run: Progress | None = None
         self._guard: Guard | None = None
-        # The state at the last death; None as long as this rank had not begun its steps.
+        # The state at the last death; None if this rank had not begun its steps then.
         self._facts: dict | None = None
         self._optimizer: Any = None
         self._optimizer_state: Any = None
@@ -65,22 +66,23 @@ class Carried:
         self._missed: list | None = None  # the report of a step that only other ranks have done
         self._sent: dict = {}
 
-    # -- a run takes what is carried -----------------------------------------------------
+    # -- a run continues from the kept state ---------------------------------------------
 
     def fresh(self, resume: bool | str) -> bool | str:
         """Return the argument `fresh` of the store, for the argument `resume` of `md.train`.
 
-        An elastic run may open the store several times, and passes its name to be recognised.
+        An elastic run may open the store several times. By the name of the run, the store
+        recognises that it belongs to the same run.
         """
         return resume == "fresh" and (self.name or True)
 
     @property
     def memory(self) -> Path | None:
-        """The folder for the copies of the state in a node's memory; None if none are wanted."""
+        """The folder for copies of the state in a node's memory; None if no copies are wanted."""
         return memory_folder() if self.group and self.group.settings.every else None
 
     def copies(self, store, step: int) -> MemoryCopies | None:
-        """Return an object that copies the state to memory after `step`, or None for no copies."""
+        """Return an object that copies the state to memory after `step`; None if not wanted."""
         every, memory = self.group and self.group.settings.every, self.memory
         if not every or memory is None or getattr(store, "folder", None) != memory:
             return None
@@ -89,14 +91,14 @@ class Carried:
         return copies
 
     def open(self, strategy, comm, asked, settings: Mapping):
-        """Open the exchange, with the optimizer state from before a death, if any. Collective."""
+        """Open the exchange; after a death, with the kept state of the optimizer. Collective."""
         if self._facts is None:
             return strategy.open(comm, asked.model, asked.optimizer, **settings)
         state = self._optimizer_state
         return strategy.open(comm, asked.model, self._optimizer, optimizer_state=state, **settings)
 
     def continue_run(self, run: Progress) -> bool:
-        """Let `run` continue from the kept state; return whether there is one. Collective."""
+        """Let `run` continue from the kept state; return whether there is a state. Collective."""
         if self.group is not None and self.group.deaths:
             run.deaths, run.evicted = self.group.deaths, self.group.evicted
             run.ranks_before = self.group.ranks_at_first
@@ -115,14 +117,14 @@ class Carried:
         return step
 
     def begin(self, exchange) -> None:
-        """Begin the exchange; its price is measured once in a run. Collective."""
+        """Begin the exchange. Its cost (`price`) is measured only once in a run. Collective."""
         if self._facts is None:
             exchange.begin()
         else:
             exchange.price = self._facts["price"]
 
     def hold(self, run: Progress, guard: Guard, callbacks) -> None:
-        """From now on, carry the state of `run`, which is about to do steps."""
+        """Keep the state of `run` if a death comes from now on; `run` is about to do steps."""
         group = self.group
         if group is None:
             return
@@ -146,14 +148,14 @@ class Carried:
                     callback(report)
 
     def step_done(self, step: int) -> None:
-        """Show that this rank has done `step` steps; evict slow ranks. Collective."""
+        """Show that this rank has done `step` steps, and evict slow ranks. Collective."""
         if self.group is not None:
             self.group.watch.step_done(step)
             if self._slow is not None:
                 self._slow.end_of_step()
 
     def end_steps(self) -> None:
-        """Show that this rank does no more steps, so that it is not evicted as late."""
+        """Show that this rank does no more steps, so that no rank evicts it as late."""
         if self.group is not None:
             self.group.watch.end_steps()
 
@@ -188,7 +190,7 @@ class Carried:
         return self._sent
 
     def bring_up_to_date(self, comm, step: int) -> int:
-        """Give all ranks of `comm` the newest state of a rank; return its step. Collective.
+        """Give all ranks of `comm` the state of the newest rank; return its step. Collective.
 
         `step` is the step of this rank, or `peer_state.NOTHING`.
         """
@@ -221,7 +223,7 @@ class TrainingGroup(Group):
         self.step = self._carried.note_state()
 
     def _state_bytes(self) -> int:
-        # Most optimizers have two arrays for each parameter at most.
+        # Most optimizers have at most two arrays for each parameter.
         return 3 * sum(array.nbytes for array in self._carried.given["model"].parameters.values())
 
     def _bring_up_to_date(self, step: int) -> int:
@@ -244,7 +246,7 @@ def train_elastic(
     carry: Callable[[str, int], Carried],
     train: Callable[[Any, Carried], Summary],
 ) -> Summary:
-    """Call ``train(comm, carried)``, again after each death. Collective over `comm`.
+    """Call ``train(comm, carried)``, and call it again after each death. Collective over `comm`.
 
     ``carry(name, ranks)`` makes the `Carried` of a run with this name and this number of ranks.
     """
@@ -254,11 +256,12 @@ def train_elastic(
     carried = carry(name, comm.size - settings.spares)
     try:
         group = TrainingGroup(comm, settings, carried)
-    except MPI.Exception as error:  # a rank has died in the making of the group
+    except MPI.Exception as error:  # a rank has died while the group was made
         if is_death(error):
             raise rank_failure(error) from error
         raise
-    if group.is_spare:  # a request to stop is kept until this rank steps in and has a guard
+    # On a spare, a request to stop stays pending until the spare trains and has a guard.
+    if group.is_spare:
         signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
     try:
         return group.repeat(
@@ -268,8 +271,8 @@ def train_elastic(
             group.note_step,
         )
     finally:
-        # A guard that a death has ended leaves its signals blocked for the next one. What has come
-        # to a spare that leaves, the others have answered.
+        # If a death ends a guard, the signals stay blocked for the next guard. A spare that was
+        # never needed drops its pending signals, because the other ranks have handled them.
         while group.is_spare and signal.sigtimedwait(_REQUESTS, 0):
             pass
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _REQUESTS)

@@ -43,8 +43,8 @@ class Feed:
     Attributes
     ----------
     starved : float
-        How many seconds this worker has waited for the samples of this step, if they were not read
-        in time; otherwise 0.
+        How many seconds this worker has waited for the samples of this step, if they could not be
+        read in time; otherwise 0.
     """
 
     def __init__(self, source, run, loading: Loading | None = None):
@@ -52,7 +52,7 @@ class Feed:
         self.starved = 0.0
         self._run = run
         self._gone = self._closed = False
-        self._taken_at = -1  # the step whose samples were taken last
+        self._taken_at = -1  # the newest step whose samples were taken
         self._state: dict = {}
         self._loader = Loader(source, self._plan, loading)
 
@@ -68,7 +68,8 @@ class Feed:
 
     def _plan(self) -> Iterator[np.ndarray]:
         """Return an iterator over the sample indices of this rank, from the current batch on."""
-        # The loader's thread needs its own sampler, for a sampler keeps the order it has computed.
+        # The loader's thread needs a sampler of its own, because a sampler stores the order that it
+        # has computed last.
         own = self._run.sampler
         sampler = Sampler(own.count, own.global_batch, own.seed, own.shuffle)
         run = self._run
@@ -95,8 +96,8 @@ class Feed:
         except SourceError:
             if self._gone:
                 raise
-            # The first SourceError counts as a source that does not answer, so that the state is
-            # saved before a second one ends the run.
+            # The first SourceError is handled like a source that does not answer, so the state is
+            # saved. A second SourceError ends the run.
             self._gone, self.starved = True, time.monotonic() - began
             return None
         self._gone = False
@@ -124,9 +125,9 @@ class Feed:
         return 0.0, 0
 
     def _sift(self, batch: tuple, indices: np.ndarray, error: Exception) -> list[int]:
-        """Give each sample alone to the model; return the positions of those that it accepts.
+        """Give each sample alone to the model; return the positions of the accepted samples.
 
-        Raises `error` if the model accepts every sample alone, or rejects every one of several
+        Raises `error` if the model accepts every single sample, or if it rejects all of several
         samples, because the error is then in the model and not in a record.
         """
         gradients, _ = flat_views(self.model.parameters)
@@ -146,8 +147,7 @@ class Feed:
     def close(self) -> None:
         """Stop reading; emit an event with bytes and time of all reads (R130). Idempotent.
 
-        If a step has begun and is not done, the model's state is set back to what it was before the
-        step.
+        If a step has begun but is not done, the model's state from before the step is restored.
         """
         if self._closed:
             return
@@ -162,10 +162,10 @@ class Feed:
 
 
 def _parts(sampler: Sampler, position: Position, step: int, part, quarantine: Quarantine):
-    """For one batch after the other, yield the indices of the samples of this rank."""
+    """Yield, for each batch, the indices of this rank's samples."""
     while True:
         indices, position = sampler.batch(position)
         wanted = quarantine.wanted(indices)
-        mine = part(len(wanted), step)  # (start, stop), or the places one by one
+        mine = part(len(wanted), step)  # (start, stop), or all positions in the batch
         yield wanted[slice(*mine)] if isinstance(mine, tuple) else wanted[mine]
         step += 1

@@ -50,8 +50,8 @@ class Job:
     epochs, steps
         Length of the run: one of the two.
     seed
-        Seed of the order of the data. It is the seed of the model too, unless the table of the
-        model has a seed.
+        Seed of the order of the data. It is also the seed of the model, unless the table of the
+        model has a seed of its own.
     shuffle
         Order of the records in an epoch: "permutation", "bijection", "none", true or false.
     out
@@ -286,7 +286,7 @@ def build_run(job: Job, ranks: int | None) -> Parts:
     name, settings = _split(job.optimizer)
     rate = settings.get("lr")
     if isinstance(rate, dict) and rate.get("schedule") == "cosine":
-        # A schedule without a number of steps is as long as the run.
+        # A learning-rate schedule without a number of steps lasts until the end of the run.
         sampler = data.Sampler(len(train), job.global_batch)
         settings["lr"] = {"steps": checks.last_step(job.epochs, job.steps, sampler), **rate}
     optimizer = optim.from_settings(name, settings)
@@ -305,7 +305,7 @@ def _first_good(source) -> tuple:
         taken = reader.take(np.array([index]))
         if len(taken.kept):
             return taken.batch
-    raise ConfigError(f"no record can be read; the last one tried: {taken.bad[0]}")
+    raise ConfigError(f"no record can be read; the last attempt failed with: {taken.bad[0]}")
 
 
 def _split(table: Mapping) -> tuple[str, dict]:

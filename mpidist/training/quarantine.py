@@ -30,15 +30,15 @@ from .. import events
 from ..errors import BadRecord, TooManyBadRecords
 from ..runtime.agreement.run_on_all import run_on_all
 
-#: The most records that are ever skipped, since the list is part of every checkpoint.
+#: The largest number of skipped records. It is limited because every checkpoint contains the list.
 MOST = 100_000
 
 
 class Verdict(NamedTuple):
-    """What all ranks agree on after a step in which a rank had bad or late samples, or must stop.
+    """The decision of all ranks after a step in which a rank had bad or late samples, or must stop.
 
-    `stop`: whether the run stops. `lost`: the number of bad records in the step. `starved`: whether
-    some rank still waits for its samples.
+    `stop` says whether the run stops. `lost` is the number of bad records in the step. `starved`
+    says whether some rank still waits for its samples.
     """
 
     stop: bool = False
@@ -71,7 +71,7 @@ class Quarantine:
         self.known: dict[int, str] = {}
         self.skipped = 0
         self.found: list[tuple[int, str]] = []
-        self.whole = 0  # how many of `found` belong to whole steps
+        self.whole = 0  # how many of `found` belong to finished steps
         self._indices = np.empty(0, np.int64)
 
     def wanted(self, indices: np.ndarray) -> np.ndarray:
@@ -102,7 +102,7 @@ class Quarantine:
         stops, starving, records = zip(*everyone, strict=True)
         found = sorted(itertools.chain(*records))
         self.found, self.whole = [], 0
-        if not any(starving):  # otherwise the step is repeated, and counts then
+        if not any(starving):  # otherwise the step is repeated, and is counted later
             self.skipped += len(found)
         new = {index: reason for index, reason in found if index not in self.known}
         if new:
@@ -145,8 +145,8 @@ class Quarantine:
         self.known.clear()
         self._learn({} if retry else {int(index): str(reason) for index, reason in bad})
         if self.comm is not None and self.comm.rank == 0 and (bad or self.skipped):
-            # The file is written anew, because it must equal the restored list. Bad records that
-            # were found after the checkpoint will be found again.
+            # The file is replaced, because it must contain exactly the restored list. Bad records
+            # that were found after the checkpoint will be found again.
             self._write(self.known, "w")
 
     def error(self, saved: str) -> TooManyBadRecords:

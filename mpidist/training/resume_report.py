@@ -15,17 +15,18 @@ from collections.abc import Mapping
 from .. import events
 from .settings import PRESENCE, shortened
 
-#: Settings that may differ between the starts of one run.
+#: Settings that belong to one start of a run, and may differ between its starts.
 _OF_THIS_START = (
     *PRESENCE, "checkpoint", "checkpoint.path", "resume", "retry_bad", "stop_after", "time_limit",
     "watch_seconds",
 )  # fmt: skip
-#: Settings that a restore refuses to change, or keeps as they were.
+#: Settings that a restore handles itself: it raises an error if `seed` differs, and keeps the saved
+#: value of `shuffle`.
 _SEEN_TO = ("seed", "shuffle")
 
 
 def kept(words: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that a checkpoint stores; `words` has all settings as text.
+    """Return the settings that a checkpoint stores. `words` has all settings as text.
 
     The shapes of the model's arrays are left out, since a checkpoint describes its arrays anyway.
     """

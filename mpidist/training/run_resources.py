@@ -1,4 +1,4 @@
-"""What a whole run opens and closes: the store, the watch for hangs, the message of a failure.
+"""Context managers for a whole run: the store, the watch for hangs, the report of an error.
 
 The context managers of this module call no collective operation when an exception has ended the run
 on this rank, because each of the other ranks may be waiting in another call.
@@ -33,15 +33,15 @@ def watched(comm, seconds: float):
         events.emit("not_watched", reason=str(error))
         if comm.rank == 0 and events.VERBOSITY:
             print(
-                "mpidist: note: md.train does not watch this run for hangs: the hosts share no "
-                "folder that this program begins in; use md.watch(comm, directory=...)",
+                "mpidist: note: md.train does not watch this run for hangs: the hosts do not share "
+                "the current folder; use md.watch(comm, directory=...)",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
         return nullcontext()
 
 
 def open_store(comm, checkpoint, fresh: bool | str, memory: Path | None):
-    """Return a context manager that gives the checkpoint store, or None for no store. Collective.
+    """Return a context manager for the checkpoint store, which is None without one. Collective.
 
     `checkpoint` is the argument of `md.train`. A store that the caller has opened stays open.
     `memory` is the folder for copies of the state in the memory of the nodes, or None.
@@ -65,7 +65,7 @@ def open_store(comm, checkpoint, fresh: bool | str, memory: Path | None):
 
 @contextmanager
 def abandon_on_error(exchange):
-    """Send the other ranks the exception that has ended the run on this rank.
+    """Context manager: if an exception ends the run on this rank, send it to the other ranks.
 
     Nothing is sent if all ranks raise the same exception together, or if a rank has died.
     """

@@ -27,7 +27,7 @@ from ..runtime.agreement.run_on_all import run_on_all
 from . import resume_report
 from .quarantine import Quarantine
 
-#: Attributes of `Progress` that a run carries over after a death.
+#: Attributes of `Progress` with which a run continues after a death.
 _CARRIED = (
     "first_step", "samples", "failed_saves", "failure", "changed", "stopping", "bad", "_losses",
     "_losses_of", "owes_save", "_has_copy",
@@ -63,12 +63,12 @@ class Progress:
         self.first_step = 0
         self.settings, self.changed = resume_report.kept(words), list[str]()
         self.saved_step: int | None = None
-        #: Whether the run goes on from a copy in memory, so that its store needs a step soon.
+        #: Whether the run continues from a copy in memory, so it should save to its store soon.
         self.owes_save = self._has_copy = False
         self.failed_saves, self.failure = 0, ""
         self.samples = 0
         self.stopping = self.bad = False
-        self.in_time = True  # there is enough time for a last checkpoint
+        self.in_time = True  # whether there is enough time for a last checkpoint
         self.began = self.loop_began = time.perf_counter()
         self.loop_seconds = 0.0
         self._losses, self._losses_of = [0.0, 0], -1
@@ -167,7 +167,7 @@ class Progress:
         return state
 
     def _facts(self) -> dict:
-        """Return how far the run is, as plain values."""
+        """Return the step, the position and the losses of the run as plain values."""
         return {
             "step": self.step,
             **self.position.as_dict(),
@@ -192,7 +192,7 @@ class Progress:
         }
 
     def continue_from(self, facts: Mapping) -> None:
-        """Continue a run that a death has broken off, from `facts_to_carry`. Collective."""
+        """Continue a run that a death has interrupted, from `facts_to_carry`. Collective."""
         self._take(facts)
         for name, value in zip(_CARRIED, facts["more"], strict=True):
             setattr(self, name, value)
@@ -201,12 +201,12 @@ class Progress:
             self.store.continue_newest()
 
     def checkpoint(self, pace: SaveInterval | None = None) -> None:
-        """Save this step, unless it is saved already. Collective over the workers.
+        """Save this step, unless it is already saved. Collective over the workers.
 
-        With parameter servers, this method also makes the servers save their arrays. If the
-        training loop gives `pace` (which chooses the steps to save), a run with allreduce saves in
-        the background. Without `pace`, the state is on stable storage when this method returns; if
-        saving has failed, `saved_step` is None.
+        With parameter servers, this method also makes the servers save their arrays. `pace` chooses
+        the steps that are saved; if it is given, a run with allreduce saves in the background.
+        Without `pace`, the state is on stable storage when this method returns; if saving has
+        failed, `saved_step` is None.
         """
         if self.store is None:
             return
@@ -239,9 +239,9 @@ class Progress:
         copies.keep(self.comm, self.step, state)
 
     def hand_over(self) -> bool:
-        """Leave the state in memory for the next attempt, if asked to. Collective.
+        """If a next attempt asks for it, leave the state in memory for that attempt. Collective.
 
-        Returns whether the next attempt goes on from there. Otherwise this run saves its state.
+        Returns whether the next attempt continues from it. Otherwise this run saves its state.
         """
         memory = memory_folder()
         if memory is None or not hasattr(self.store, "let_go"):
@@ -254,7 +254,7 @@ class Progress:
         state, path = self.state(), self.store.path
         if not handed_copy.save_copy(self.comm, memory, path, self.step, state):
             return False
-        self.store.let_go()  # for the next attempt may save at once
+        self.store.let_go()  # because the next attempt may save immediately
         events.emit("handed_over", step=self.step)
         if not hand_over.offer(self.comm, heartbeat.IN_MEMORY):
             return False
@@ -265,13 +265,13 @@ class Progress:
         """Wait until a save in the background is on stable storage, or has failed. Collective."""
         if self.exchange.synchronous and hasattr(self.store, "wait"):
             self._saves(self.store.wait)
-            if self._has_copy and self.saved_step is not None:  # the store has a newer step now
+            if self._has_copy and self.saved_step is not None:  # the store is newer than the copy
                 self._has_copy, memory = False, memory_folder()
                 if memory is not None:
                     handed_copy.remove_copy(memory, self.store.path)
 
     def _saves(self, work: Callable[[], None]) -> None:
-        """Call `work`, which uses the checkpoint store; print a StorageError, go on. Collective.
+        """Call `work`, which uses the store; print a StorageError and continue. Collective.
 
         The checkpoint store raises a StorageError on all ranks. After such an error, the run
         continues, and saves its state again at the next checkpoint.
@@ -314,7 +314,7 @@ class Progress:
         else:
             self._saves(lambda: self.store.save(step, self.state()))
             if self.saved_step == step and hasattr(self.store, "wait"):
-                self._saves(self.store.wait)  # save of a TieredStore returns early
+                self._saves(self.store.wait)  # `save` of a TieredStore returns early
         fault_point("saved", step)
         if self.saved_step == step:
             events.emit("checkpoint", step=step)
@@ -329,7 +329,7 @@ class Progress:
         if self.exchange.equal_state:
             return
         arrays = [a for a in getattr(self.model, "state", {}).values() if a.dtype.kind == "f"]
-        # A death may break the calls off, and must leave the state as it was.
+        # The means are copied at the end, so a death in these calls does not change the state.
         means = [allreduce(self.exchange.workers, array.copy(), "mean") for array in arrays]
         for array, mean in zip(arrays, means, strict=True):
             array[...] = mean
@@ -339,8 +339,8 @@ class Progress:
 
         `resume` and `retry_bad` are arguments of `md.train`. The argument `resume` says whether a
         checkpoint is required, allowed or forbidden. With `retry_bad`, the run reads the records
-        again that the checkpoint lists as bad. `handed` says where the attempt before has left the
-        state, see `hand_over.wait_for_turn`.
+        again that the checkpoint lists as bad. `handed` says where the previous attempt has left
+        the state, see `hand_over.wait_for_turn`.
         """
         if self.store is None:
             return
@@ -363,8 +363,8 @@ class Progress:
             )
             self.owes_save = self._has_copy = is_copy
         except NoCheckpoint:
-            # Without any checkpoint the run begins anew. If all checkpoints are damaged the run
-            # must not begin anew, because it would overwrite them.
+            # Without any checkpoint the run starts from the beginning. If there are checkpoints but
+            # all are damaged, it must not do that, because it would overwrite them.
             if resume is True or self.store.all_steps():
                 raise
             return
@@ -388,7 +388,7 @@ class Progress:
         events.emit("resumed", step=self.step)
 
     def _take(self, facts: Mapping, retry_bad: bool = False) -> None:
-        """Continue from the values of `_facts`. Collective."""
+        """Continue from the values that `_facts` has returned. Collective."""
         self.step, self.position = int(facts["step"]), Position.from_dict(facts)
         # The saved position is only valid in the order in which the saving run used the samples.
         self.sampler.set_shuffle(facts["shuffle"])
@@ -431,11 +431,11 @@ class Progress:
             error.everywhere = True
             raise error
         if stopping and self.deaths and not watcher.flag:
-            watcher.stop("a rank asked for it that may have died")
+            watcher.stop("requested by a rank that may have died")
         if stopping and watcher.should_stop(self.step):
             if self.comm.rank == 0 and events.VERBOSITY:
                 say_last(f"mpidist: stopped at step {self.step}: {watcher.reason}; {saved}")
-            watcher.state = None  # `checkpoint` has saved this step, and the servers have left
+            watcher.state = None  # `checkpoint` has saved this step, and the servers have ended
             watcher.leave(self.step)
 
 

@@ -2,12 +2,14 @@
 
     every rank   checks its arguments, and describes them in words
                      seed: 0   optimizer: sgd   optimizer.lr: 0.1   model.w: (784, 10) float32 ...
-    one round    an error of one rank is raised on all; else one digest of all words is compared
-    only if digests differ: the words of one rank for each digest, and the ranks that have it
+    one round    if a rank has an error, all ranks raise it; otherwise the ranks compare a digest
+                 (hash) of all words
+    only if the  one rank for each digest sends its words to all ranks, for the error text
+    digests differ
 
 `MAY_DIFFER` names the arguments that may differ between ranks. All other arguments are compared,
-and so is every argument that is added to `md.train` in future. Of `test_data` and `on_resize`, only
-the presence is compared.
+also arguments that will be added to `md.train` later. For `test_data` and `on_resize`, the ranks
+only compare whether they were given.
 """
 
 from __future__ import annotations
@@ -35,22 +37,23 @@ from ..runtime.communicator import check_comm
 from . import checks
 from .strategies import as_strategy
 
-#: Arguments that may differ between ranks, and arguments of which only the presence is compared.
+#: Arguments that may differ between ranks; and arguments for which the ranks only compare whether
+#: they were given.
 MAY_DIFFER = ("comm", "loading", "quarantine", "callbacks")
 PRESENCE = ("test_data", "on_resize")
 #: Arguments that separate functions describe in words.
 _SPECIAL = ("model", "data", "optimizer", "strategy", "checkpoint")
-#: The most ranks whose settings are compared word by word, and the most characters of a value in an
-#: error text.
+#: The largest number of ranks whose settings are compared word by word, and the largest number of
+#: characters of a value in an error text.
 _WITNESSES, _LONGEST = 8, 80
 
 
 class TrainSettings(NamedTuple):
     """The objects that are made from the arguments of `md.train`.
 
-    `elastic`: the settings of a run that goes on after a death, else None. `watch`: whether
-    `md.train` must start a watch for hangs, because the program has started none. `words`: the
-    compared settings as text.
+    `elastic` has the settings of a run that goes on after a death, and is None for other runs.
+    `watch` says whether `md.train` must start a watch for hangs, because the program has not
+    started one. `words` are the compared settings as text.
     """
 
     strategy: Any
@@ -70,7 +73,7 @@ def agree_on_settings(comm, given: Mapping[str, Any]) -> TrainSettings:
     ------
     ConfigError
         An argument is invalid on some rank. The error is raised on all ranks, and names this rank
-        and argument.
+        and this argument.
     MismatchError
         A setting differs between ranks. The error is raised on all ranks, and names the setting,
         its values, and the ranks that have each value.
@@ -113,10 +116,10 @@ def _refuse_settings(everyone: list) -> None:
 
 
 def _refuse_data(everyone: list) -> None:
-    """Raise MismatchError if records differ between ranks, but not between two reads on a rank.
+    """Raise MismatchError if a record differs between ranks but not between two reads on one rank.
 
-    A source that changes its samples at random returns other values at each read, and is not
-    refused.
+    A source that changes its samples at random returns other values at each read. Such a source is
+    allowed.
     """
     text = records.differing([one for one, _ in everyone])
     if text is not None and all(again for _, again in everyone):
@@ -236,7 +239,7 @@ def _parts(value) -> Iterable[tuple[str, Any]]:
     if dataclasses.is_dataclass(value):
         return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
     plain = (int, float, str, bool, tuple, list, dict, np.number, type(None))
-    # A rank, a device and private attributes may differ between ranks.
+    # Attributes such as a rank or a device, and private attributes, may differ between ranks.
     return [
         (name, one)
         for name, one in sorted(getattr(value, "__dict__", {}).items())
@@ -247,10 +250,10 @@ def _parts(value) -> Iterable[tuple[str, Any]]:
 def _model(model, in_parts: bool) -> Iterator[tuple[str, str]]:
     yield "model", type(model).__qualname__
     for layer in getattr(model, "layers", ()):
-        # Ranks with different parts of a layer would take them for copies of one array.
+        # If ranks had different parts of a layer, they would be treated as copies of one array.
         for name in layer.shapes() if hasattr(layer, "window") else ():
             yield f"model.part of {name}", str(layer.window(name))
-    if in_parts:  # no rank makes the parameters of the whole model
+    if in_parts:  # here no rank makes the parameters of the whole model
         if "parameters" not in vars(model):
             yield "model.seed", repr(getattr(model, "seed", None))
         for k, layer in enumerate(model.layers):
@@ -279,7 +282,7 @@ def _rates(optimizer) -> Iterator[tuple[str, str]]:
             state["progress"][...] = step
             optimizer.update(gradients, state, parameters)
             said.append(f"{float(parameters['x'][0]):.9g}")
-        except Exception as error:  # the function may have fewer steps
+        except Exception as error:  # the function may not be defined for so many steps
             said.append(type(error).__name__)
     yield f"optimizer.lr, an update of 0 at steps {', '.join(map(str, steps))}", " ".join(said)
 
@@ -304,9 +307,9 @@ def _digest(words: Mapping[str, str]) -> str:
 def settings_difference(everyone: Sequence[tuple[str, Mapping[str, str] | None]]) -> str:
     """Return a text that names a setting that differs between ranks, and its values. Pure.
 
-    `everyone` has a pair (digest, words) of each rank: `words` are the settings as text, and
+    `everyone` has a pair (digest, words) for each rank: `words` are the settings as text, and
     `digest` is their digest. Ranks with the same digest have the same settings, so only the first
-    of them gives `words`; the others give None.
+    of these ranks has `words`, and the others have None.
     """
     kinds = {digest: words for digest, words in everyone if words is not None}
     names = dict.fromkeys(name for words in kinds.values() for name in words)

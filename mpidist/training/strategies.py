@@ -83,7 +83,8 @@ class AllReduce:
     ):  # fmt: skip
         """Return the object that exchanges the gradients in one run. Collective over `comm`.
 
-        With `optimizer_state`, all ranks hold equal parameters and states already, and go on.
+        If `optimizer_state` is given, all ranks already hold equal parameters and equal states of
+        the optimizer, and continue with them.
         """
         from .exchanges.allreduce_exchange import Replicas
         from .exchanges.microbatch_exchange import PieceReplicas
@@ -109,30 +110,32 @@ class ParameterServer:
         or the share of the model that each server rank holds, such as ``{0: 1, 1: 1, 2: 4}``. With
         "auto" all ranks serve, with shares that balance the traffic of the hosts.
     consistency : BSP, SSP, DSSP, ASP or BackupWorkers
-        How many steps one worker may be ahead of another.
+        The consistency mode, which says how many steps one worker may be ahead of another.
     placement : str or sequence of int
-        "dedicated": a rank is either a server or a worker. "colocated": a server is a worker as
-        well. A list has the server ranks that only serve; the other servers are workers as well.
+        "dedicated": a rank is either a server or a worker. "colocated": each server is also a
+        worker. A list contains the server ranks that only serve; the other servers are also
+        workers.
     nonfinite : "raise" or "drop"
         What happens to a push with a NaN or an infinity, see `ServerGroup.add`.
     stale : KeepStale, DropStale, ScaleStale, DelayCompensated or MomentumCorrected
-        What servers do with old gradients under ASP, SSP and DSSP; also as a mapping with ``name``
-        and settings, such as ``{"name": "drop", "beyond": 16}``.
+        What servers do with old gradients under ASP, SSP and DSSP. A mapping with ``name`` and
+        settings, such as ``{"name": "drop", "beyond": 16}``, is also allowed.
     replicas : 0 or 1
         With 1, each server also keeps a copy of the partitions of another server, so that an
         elastic run goes on without a lost step if a server dies. Needs `elastic`, at least 2
         servers, and twice the memory on servers; see docs/elastic.md.
     push_every, pull_every : int
-        Downpour SGD, under ASP, SSP(1) or more, and DSSP: a worker adds up its gradients and pushes
-        them every `push_every` steps, and pulls every `pull_every` steps. Between two pulls it
-        updates its own copy of the parameters.
+        Settings of Downpour SGD, for ASP, DSSP, and SSP with a staleness of at least 1. A worker
+        adds up its gradients and pushes the sum every `push_every` steps, and pulls every
+        `pull_every` steps. Between two pulls it updates its own copy of the parameters.
     changes : mapping or function, optional
-        The mode from some steps on, such as ``{1000: md.ASP()}``, or a function of the step that
-        returns the mode, or None for the mode so far. It is called in each step, on each worker,
-        and must return the same on all of them. BSP, SSP, DSSP and ASP may follow each other.
+        Other modes from some steps on: a mapping such as ``{1000: md.ASP()}``, or a function of the
+        step. The function returns a mode, or None to keep the present mode. Each worker calls it in
+        each step, and it must return the same mode on all workers. A run can change between BSP,
+        SSP, DSSP and ASP.
     rebalance : "auto", int, Rebalance, or mapping, optional
-        Measure every so many steps how busy the servers are, and give slow servers smaller shares,
-        see `ServerGroup.rebalance`. "auto" looks every 100 steps. None: shares stay as they are.
+        After each `rebalance` steps ("auto": 100), measure how busy the servers are, and give slow
+        servers smaller shares, see `ServerGroup.rebalance`. By default, shares do not change.
     server_device : "cpu" or "gpu"
         Where servers update the model, see `ServerGroup.add`.
     """
@@ -154,11 +157,12 @@ class ParameterServer:
         object.__setattr__(self, "changes", mode_policy(self.changes, self.consistency))
         if self.changes is not None and self.is_rare:
             raise ConfigError("changes: push_every and pull_every need one mode; give one of them")
-        object.__setattr__(self, "rebalance", rebalance_policy(self.rebalance))  # as `stale` below
+        # The dataclass is frozen, so attributes are set in this way.
+        object.__setattr__(self, "rebalance", rebalance_policy(self.rebalance))
         if self.rebalance is not None and isinstance(self.consistency, BackupWorkers):
             raise ConfigError(
-                f"rebalance needs workers that make all steps, got {self.consistency}, whose late "
-                "workers pass over some; leave rebalance out"
+                f"rebalance needs workers that make all steps, and under {self.consistency} late "
+                "workers skip some steps; leave rebalance out"
             )
         for name in ("push_every", "pull_every"):
             value = getattr(self, name)
@@ -171,7 +175,7 @@ class ParameterServer:
                 )
         check_nonfinite(self.nonfinite)
         check_device_name(self.server_device)
-        object.__setattr__(self, "stale", stale_policy(self.stale))  # the dataclass is frozen
+        object.__setattr__(self, "stale", stale_policy(self.stale))
         known = is_whole_number(self.replicas) and self.replicas in (0, 1)
         expect(known, "replicas", self.replicas, "0 or 1: how many copies of each partition")
 
@@ -182,12 +186,12 @@ class ParameterServer:
 
     @property
     def keeps_copies(self) -> bool:
-        """Whether servers keep copies of each other's partitions."""
+        """Whether each server keeps a copy of another server's partitions."""
         return bool(self.replicas)
 
     @property
     def has_shares(self) -> bool:
-        """Whether servers have shares, or only some of them work."""
+        """Whether `servers` gives shares of the model, or `placement` is a list of ranks."""
         return has_shares(self.servers, self.placement)
 
     def workers(self, size: int) -> int:
@@ -199,7 +203,8 @@ class ParameterServer:
     def open(self, comm, model, optimizer, *, global_batch: int, seed: int, kept=None):
         """Return the object that exchanges the gradients in one run. Collective over `comm`.
 
-        An elastic run gives what the ranks have `kept` (see `server_exchange.Kept`).
+        `kept` is given in elastic runs: the facts that this rank has kept over a death, see
+        `server_exchange.Kept`.
         """
         from .exchanges.server_exchange import Served
 
@@ -211,7 +216,7 @@ def check_copies(replicas: int, servers: int) -> None:
     if replicas >= servers:
         raise ConfigError(
             f"replicas={replicas} needs at least {replicas + 1} servers, got servers={servers}: a "
-            "copy on the server itself would die with it; use more servers, or leave replicas out"
+            "copy must be on another server; use more servers, or leave replicas out"
         )
 
 
@@ -253,7 +258,8 @@ def _parameter_server(
     ranks = [asked] if isinstance(asked, int) else [*range(2)] if asked == AUTO else [*asked]
     if min(ranks, default=-1) < 0 or len(ranks) != len(set(ranks)):
         raise ConfigError(f"servers={shown(servers)}: expected how many, or distinct ranks")
-    # The number of ranks may be unknown yet. Two are enough to refuse 0 servers or a bad placement.
+    # The number of ranks may still be unknown. The check with two ranks is enough to refuse 0
+    # servers or a bad placement.
     if isinstance(placement, str):
         some = min(asked, 1) if isinstance(asked, int) else AUTO if asked == AUTO else 1
         choose_ranks(2, some, placement)
@@ -266,7 +272,7 @@ def _parameter_server(
 
 
 def _changes(changes) -> dict | None:
-    """Return the pairs of step and mode that a job file writes with names of modes."""
+    """Return {step: mode} for the argument `changes` of a job file, a list of [step, mode name]."""
     if changes is None:
         return None
     try:
@@ -281,7 +287,7 @@ def _changes(changes) -> dict | None:
         for step, mode in pairs
     }
     if len(modes) < len(pairs):
-        raise ConfigError(f"changes={shown(changes)}: a step stands there twice")
+        raise ConfigError(f"changes={shown(changes)}: a step is in the list twice")
     return modes
 
 

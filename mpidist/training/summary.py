@@ -16,10 +16,10 @@ from .run_state import Progress
 class Summary:
     """Result of `md.train`.
 
-    `step_times` has the share of communication in the steps and, for each worker, a histogram of
-    their times, see `fault_tolerance.communication_share.summarize_steps`; after a death it has the
-    steps since then. Times are wall-clock times. `rank_hours` is the wall-clock time in hours,
-    times the number of ranks.
+    `step_times` has the share of communication in the time of the steps, and a histogram of the
+    times of steps for each worker, see `fault_tolerance.communication_share.summarize_steps`. After
+    a death, it covers only the steps since the death. Times are wall-clock times. `rank_hours` is
+    the wall-clock time in hours, multiplied by the number of ranks.
     """
 
     test_accuracy: float | None

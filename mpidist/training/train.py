@@ -90,11 +90,11 @@ def train(
     test_data : tuple (inputs, labels), or a source
         Data on which the model is evaluated at the end.
     checkpoint : path, CheckpointStore, TieredStore, or a function
-        Where the state is saved. A function gets a communicator and returns a store, which the run
-        closes at its end. The state is saved every `checkpoint_every` steps (by default once
-        per epoch), at the end, and when a signal stops the run. If a checkpoint cannot be written,
-        for example because the disk is full, the run reports this and continues. The run raises an
-        error only if the last checkpoint cannot be written.
+        Where the state is saved. If `checkpoint` is a function, it gets a communicator and returns
+        a store, which the run closes at its end. The state is saved every `checkpoint_every` steps
+        (by default once per epoch), at the end, and when a signal stops the run. If a checkpoint
+        cannot be written, for example because the disk is full, the run reports this and continues.
+        The run raises an error only if the last checkpoint cannot be written.
     resume : "auto", True, False or "fresh"
         "auto" resumes from the newest good checkpoint if there is one. True requires a checkpoint,
         and False requires that there is none. "fresh" begins a new run, which does not use the
@@ -129,11 +129,11 @@ def train(
     callbacks : functions of a `StepReport`
         Functions that are called after every step on every worker.
     on_resize : function of (old ranks, new ranks, run)
-        Function that is called on every rank after a resume on another number of ranks, and in an
-        elastic run after each change of the ranks, also if a spare has stepped in. This
-        function may set another learning rate: ``run.exchange.optimizer = md.optim.sgd(lr=...)``.
-        The global batch does not change with the number of ranks, so the learning rate need not
-        change.
+        Function that is called on every rank after a resume on another number of ranks. In an
+        elastic run it is also called after each change of the ranks, even if a spare has replaced a
+        dead rank. The function may set another learning rate:
+        ``run.exchange.optimizer = md.optim.sgd(lr=...)``. This is usually not needed, because the
+        global batch does not depend on the number of ranks.
     watch_seconds : float
         After this many seconds without progress, the job ends and reports the missing ranks, as
         with `md.watch`. 0 switches this off. A run on one rank is not watched, nor is a run whose
@@ -141,9 +141,9 @@ def train(
     elastic : Elastic or bool
         Whether the run goes on with the living ranks after ranks have died, see docs/elastic.md.
         True stands for ``md.Elastic()``. The job must be started by ``mpirun --with-ft ulfm`` of
-        Open MPI. `checkpoint` must be a path or a function, because the run opens the store anew on
-        the living ranks. With parameter servers, give a checkpoint, from which the parameters on a
-        server that dies are restored, or let servers keep copies: ``ParameterServer(replicas=1)``.
+        Open MPI. `checkpoint` must be a path or a function, because the living ranks open a new
+        store after a death. With parameter servers, give `checkpoint`, from which the parameters of
+        a dead server are restored, or let servers keep copies: ``ParameterServer(replicas=1)``.
 
     Returns
     -------
@@ -191,12 +191,11 @@ def train(
 
 
 def pass_over(run: Progress, exchange, sampler) -> int:
-    """Take `run` over the steps that others have made without this worker; return how many.
+    """Skip the steps that the other workers have made without this worker; return their number.
 
-    That happens under `BackupWorkers` only.
-
-    All workers stop after the same step, and nobody passes it. So if others have stopped at this
-    step, this worker stops, too.
+    Workers skip steps only under `BackupWorkers`. All workers stop after the same step, and no
+    worker goes beyond it. So if the other workers have stopped at the step that this worker has
+    come to, this worker stops, too.
     """
     steps = exchange.passed_over() if hasattr(exchange, "passed_over") else 0
     for _ in range(steps):
@@ -208,12 +207,12 @@ def pass_over(run: Progress, exchange, sampler) -> int:
 
 
 def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
-    """Train with the arguments `asked` of `train`, from what is `carried`. Collective over `comm`.
+    """Train with the arguments `asked` of `train`. Collective over `comm`.
 
     An elastic run calls this function again after each death, with the communicator of the living
-    ranks. Then `carried` has the state with which these ranks go on.
+    ranks. Then `carried` has the state from which these ranks continue.
     """
-    # Not even the store may be opened, for the next attempt may be at work in it.
+    # In this case the store must not be opened, because the next attempt may be writing to it.
     if carried.step >= 0 and hand_over.is_handed(comm):
         raise Stopped(carried.step, "the next attempt goes on with the run")
     source, sampler, pace = agreed.source, agreed.sampler, agreed.pace
@@ -234,7 +233,7 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
             continued = carried.continue_run(run)
             if not continued:
                 early = exchange.synchronous and hand_over.is_waiting()
-                if early:  # its measurements take longer than all that follows the hand-over
+                if early:  # before the hand-over, because the measurements in `begin` take long
                     exchange.begin()
                 handed = hand_over.wait_for_turn(comm)
                 carried.restore(run, asked.resume, asked.retry_bad, handed)
@@ -264,7 +263,7 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                     hands_over = store is not None and asked.resume in ("auto", True)
                     if exchange.workers.rank == 0 and hands_over:
                         hand_over.announce(True)
-                    # The others may have come to a save before this worker's first pull.
+                    # The other workers may have come to a save before this worker's first pull.
                     if pass_over(run, exchange, sampler) and pace.due(run.step) and run.step < last:
                         run.checkpoint(pace)
                     while run.step < end and not run.stopping:
@@ -279,7 +278,7 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                         stop = bool(watcher.flag or run.bad or bad.full)
                         loss, used = run.reduce(loss, samples, len(wanted), stop, feed)
                         if used is None:
-                            continue  # a rank has no data yet: the state is saved, try again
+                            continue  # a rank has no data yet; the state is saved, so try again
                         if used and exchange.synchronous:
                             watcher.check_loss(loss, run.step)
                         if used or not exchange.synchronous:
@@ -294,8 +293,8 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                             run.step, last, run.position.epoch, loss, len(indices), *times
                         )
                         run.report = report
-                        # Before the calls below: if all ranks learn of a death there, nobody
-                        # repeats this step, and its report would get lost.
+                        # The callbacks come before the calls below. If all ranks learn of a death
+                        # in those calls, no rank repeats this step, and its report would be lost.
                         with carried.evict_on_exception:
                             for callback in agreed.callbacks:
                                 callback(report)
@@ -314,11 +313,11 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                         hand_over.announce(False)
                     run.in_time = not run.stopping or watcher.fits(exchange.workers, exchange.wait)
                     if run.stopping and exchange.synchronous and run.hand_over():
-                        pass  # the next attempt has the state, and is at work
+                        pass  # the next attempt has the state, and trains
                     elif run.in_time:
                         run.checkpoint()
                     else:
-                        run.settle()  # a save that was begun in time may still end in time
+                        run.settle()  # a save that began in time may still end in time
                     exchange.finish()
                     run.agree_on_bad_records()
                     if not run.stopping:

@@ -39,7 +39,7 @@ def test_a_mode_and_its_settings(settings, mode):
         ({"nonfinite": "keep"}, "nonfinite is 'keep'; give 'raise' or 'drop'"),
         ({"changes": 3}, r"changes=3; expected a list of \[step, mode\]"),
         ({"changes": [[3, "asp"], [2, "bsp"]]}, "are not in ascending order"),
-        ({"changes": [[2, "asp"], [2, "bsp"]]}, "a step stands there twice"),
+        ({"changes": [[2, "asp"], [2, "bsp"]]}, "a step is in the list twice"),
         ({"changes": [[2, "backup_workers"]]}, "may change between BSP, SSP, DSSP and ASP"),
         ({"changes": [[1, "asp"]]}, "changes: step is 1, expected a whole number of at least 2"),
         ({"changes": [[2, {"name": "ssp", "low": 1}]]}, "low"),

@@ -1,1 +1,1 @@
-"""The ways to exchange gradients: by allreduce, by microbatches, or through parameter servers."""
+"""The exchanges of all strategies: objects that combine the ranks' gradients or models."""

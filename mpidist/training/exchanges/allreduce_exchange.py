@@ -37,7 +37,7 @@ class Replicas(WholeModel):
     dedicated = False
     synchronous = True
     equal_state = False  # the model's state may differ from rank to rank
-    price: dict | None = None  # the cost that `PieceReplicas` has measured
+    price: dict | None = None  # the cost of a fixed order, which `PieceReplicas` measures
     wait = staticmethod(wait_until)
 
     def __init__(
@@ -200,7 +200,7 @@ class Replicas(WholeModel):
         self.check(step)
 
     def finish(self) -> None:
-        """Do nothing: every replica has the final parameters already."""
+        """Do nothing: every replica already has the final parameters."""
 
     def close(self) -> None:
         """Free the exchange. Collective."""
@@ -218,7 +218,7 @@ class Replicas(WholeModel):
             context.raised(error)
 
     def lost(self, error: BaseException) -> None:
-        """Do nothing after a death: nothing of an exchange outlives its communicator."""
+        """Do nothing after a death: all buffers belong to the communicator."""
 
     def _let_go(self) -> None:
         self.exchange.abandon()
@@ -232,6 +232,6 @@ def check_in_place(gradients: dict, views: dict) -> None:
     for name, view in views.items():
         if gradients.get(name) is not view:
             raise ConfigError(
-                f"the model replaced gradients[{name!r}] by another array; write into the one "
-                f"that is there: gradients[{name!r}][...] = values"
+                f"the model replaced gradients[{name!r}] by another array; write into the given "
+                f"array instead: gradients[{name!r}][...] = values"
             )

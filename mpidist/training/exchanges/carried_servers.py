@@ -1,21 +1,23 @@
 """Keep shards, clocks and unanswered pushes of a run with parameter servers when a rank dies.
 
-    server   keeps its shard, and knows which pushes of each worker it has applied
-    worker   keeps its step and position; a push that is not answered by all servers is `Pending`
-    all      exchange these facts, decide the same, and open a new group of servers and workers
+    server   keeps its shard (its part of the model), and knows which pushes it has applied
+    worker   keeps its step and position; a push that some servers have not answered is `Pending`
+    all      exchange these facts, come to the same decision, and open a new group of servers and
+             workers
 
-Under BSP and SSP(0), servers vote before they apply a clock (`servers.votes`). A death may come
-when some servers know that a vote was won and others do not. When the others have applied this
-clock, too, all servers have applied the same clocks. The newest of them is the common step. The
-living workers divide the batches anew, and repeat all later steps.
+The clock of a worker is the number of its finished steps. Under BSP and SSP(0), a server applies
+the pushes of a clock only after the servers have voted for it (`servers.votes`). A death may come
+when only some servers know that a vote was won. The other servers then apply this clock, too, so
+all servers have applied the same clocks. The newest of these clocks is the common step. The living
+workers divide the batches among them, and repeat all later steps.
 
-Under ASP and SSP(s) each worker goes on at its own clock. If its push was interrupted, it repeats
-the push to the servers that do not have it. If the fastest worker has already taken its share of a
-batch, all workers divide this batch in the old way, so no sample is used twice. The shares of the
-dead worker in these batches are lost.
+Under ASP and SSP(s) each worker continues at its own clock. If its push was interrupted, the worker
+repeats the push to the servers that do not have it. For batches of which the fastest worker has
+already taken its share, all workers keep their old shares, so no sample is used twice. The shares
+of the dead worker in these batches are lost.
 
-No other rank has the shard of a dead server. Then all ranks go back to the newest checkpoint. With
-copies of the shards, the run goes on without a loss: see `replicated_servers`.
+If a server dies, its shard is lost, and all ranks go back to the newest checkpoint. With copies of
+the shards, the run goes on without a loss: see `replicated_servers`.
 """
 
 from __future__ import annotations
@@ -41,61 +43,63 @@ _GIVE = "give checkpoint=..., from which the run can go on"
 class CarriedServers(Carried):
     """The state that an elastic run with parameter servers keeps when the communicator changes.
 
-    Servers and workers are numbered by their ranks in the first communicator, which never change.
+    The numbers of servers and workers are their ranks in the first communicator, so they never
+    change.
     """
 
-    memory = None  # copies in memory need all ranks at once
+    memory = None  # copies in memory would need all ranks to be at the same step
 
     def __init__(self, given, name: str, strategy, ranks: int):
         super().__init__(given, name)
         self._placement, self._holds = strategy.placement, strategy.consistency.holds
         asked = ranks_asked(strategy.servers)
         self._servers, _ = choose_ranks(ranks, asked, strategy.placement)
-        self._lost: list[int] = []  # dead servers whose shards are not restored yet
+        self._lost: list[int] = []  # dead servers whose shards are not yet restored
         self._exchange: Any = None
         self._began = self._newcomer = self._goes_back = False
         self._newest = 0  # the step of the fastest worker
         self._numbers: list[int] = []  # the numbers of all ranks when the exchange was opened
         self._kept = Kept(())
-        # Noted after a death: what this rank serves, and as a worker its clock, its old shares, its
-        # unanswered push, and the clock after which all workers stop.
+        # Set after a death: what this rank serves; and, on a worker, its clock, its old shares of
+        # the batches, its unanswered push, and the clock after which all workers stop.
         self._served: Any = None
         self._served_workers: list[int] = []
         self._clock, self._ahead, self._stop = 0, 0, None
         self._shares: Sequence[tuple[int, int, int]] = ()
         self._share: tuple[int, int] | None = None
         self._pending: Pending | None = None
-        self._whole = 0  # how many bad records this worker had found in whole steps
+        self._whole = 0  # how many bad records this worker had found in finished steps
 
-    # -- a run takes what is carried -----------------------------------------------------
+    # -- a run continues from the kept state ---------------------------------------------
 
     def copies(self, store, step: int) -> None:
         """Return None: this run keeps no copies in memory."""
 
     def open(self, strategy, comm, asked, settings):
-        """Open the exchange, with what the servers and workers have kept. Collective."""
+        """Open the exchange with the kept shards and facts. Collective."""
         self._numbers = ranks = self._ranks()
         servers = [ranks.index(rank) for rank in self._servers]
         kept = Kept(servers) if self._facts is None else self._kept._replace(servers=servers)
-        if not self._only_serves():  # noted now, for workers may do a step before all are here
+        # Set now, because some workers may do a step before other ranks have come here.
+        if not self._only_serves():
             workers = [k for k, rank in enumerate(ranks) if self._works(rank)]
             self._shares, self._share = kept.shares, (len(workers), workers.index(comm.rank))
         self._exchange = strategy.open(comm, asked.model, asked.optimizer, kept=kept, **settings)
         return self._exchange
 
     def continue_run(self, run) -> bool:
-        """Let `run` continue from the kept state; return whether there is one. Collective."""
+        """Let `run` continue from the kept state; return whether there is a state. Collective."""
         continues = super().continue_run(run)
         if continues:
             assert self._facts is not None
             run.quarantine.found = [tuple(each) for each in self._facts["found"]]
-            # The step in which this worker had learned when to stop may be repeated.
+            # This worker may repeat the step in which it had learned when to stop.
             stop = self._kept.clock
             run.stopping = stop is not None and self._clock >= stop
         return continues
 
     def restore(self, run, resume, retry_bad: bool, handed: str) -> None:
-        """Restore `run` from the newest checkpoint, if it begins or goes back. Collective."""
+        """Restore `run` from the newest checkpoint, when it begins or goes back. Collective."""
         if not self._goes_back:
             super().restore(run, resume, retry_bad, handed)
             return
@@ -123,7 +127,7 @@ class CarriedServers(Carried):
         return max(step, self._newest) if self._facts is not None else step
 
     def hold(self, run, guard, callbacks) -> None:
-        """From now on, carry the state of `run`; a worker is about to work, a server to serve."""
+        """Keep the state of `run` if a death comes from now on; `run` is about to begin."""
         assert self.group is not None
         guard.survives = True
         if self._guard is not None:
@@ -141,10 +145,10 @@ class CarriedServers(Carried):
     # -- after a death -------------------------------------------------------------------
 
     def note_state(self) -> int:
-        """Note what this rank has of the run that a death has broken off; return its step, or -1.
+        """Keep the state of the run that a death has interrupted; return its step, or -1.
 
-        A server notes its shard even if it has not served yet, because other servers may have. A
-        worker that has not begun its steps has nothing new.
+        A server keeps its shard even if it has not served yet, because other servers may have
+        served. A worker that has not begun its steps has no new state to keep.
         """
         exchange, self._exchange = self._exchange, None
         run, self._run = self._run, None
@@ -164,7 +168,7 @@ class CarriedServers(Carried):
     def check_living(self, ranks: Sequence[int]) -> None:
         """Choose the servers among the living `ranks`; raise RankFailure if the run must end.
 
-        All living ranks, and spares, call this function with the same ranks.
+        All living ranks, also the spares, call this function with the same ranks.
         """
         lost = [rank for rank in self._servers if rank not in ranks]
         self._lost = sorted({*self._lost, *lost})
@@ -179,13 +183,13 @@ class CarriedServers(Carried):
         # If no server is left, the last rank becomes one.
         self._servers = [rank for rank in self._servers if rank in ranks] or [ranks[-1]]
         if self._placement == "dedicated" and {*ranks} <= {*self._servers}:
-            raise RankFailure("all workers died; a run with parameter servers needs one")
+            raise RankFailure("all workers died; a run with parameter servers needs a worker")
 
     def bring_up_to_date(self, comm, step: int) -> int:
         """Decide with the living ranks how the run goes on; return the newest step. Collective.
 
-        If all workers have died, and spares take their places, no rank knows the step of the run;
-        then this method returns `NOTHING`.
+        Returns `NOTHING` if no rank knows the step of the run, because all workers have died and
+        spares have replaced them.
         """
         mine = {
             "idle": step == NOTHING or self._only_serves(),
@@ -205,7 +209,7 @@ class CarriedServers(Carried):
         if not lost and all(one["idle"] for one in everyone):
             return NOTHING
         if lost or not begun:
-            # Nobody has trained yet, or all go back.
+            # No worker has begun to train, or all ranks go back to the newest checkpoint.
             self._goes_back = bool(lost) and (bool(begun) or any(one["began"] for one in everyone))
             self._lost, self._began = lost if self._goes_back else [], self._goes_back
             self._facts = self._served = self._pending = self._stop = None
@@ -216,7 +220,7 @@ class CarriedServers(Carried):
         return self._newest
 
     def _continue(self, comm, everyone: list[dict], newest: dict) -> None:
-        """Decide how this rank goes on, from what `everyone` has; `newest` is ahead of all."""
+        """Decide how this rank goes on, from the facts of all ranks and of the fastest worker."""
         ranks, served = self._ranks(), [one["served"] for one in everyone if one["served"]]
         applied = max(one["applied"] for one in served) if self._holds else 0
         if self._served is not None and self._holds:
@@ -225,8 +229,8 @@ class CarriedServers(Carried):
             hosted.applied = applied
         everywhere = range(len(self._servers))
         working = [one for one in everyone if one["facts"] is not None]
-        # Before this clock, batches are still divided in the old way: somebody has pushed for them,
-        # who may be dead.
+        # For clocks before `switch`, batches are still divided in the old way, because a worker
+        # (which may be dead now) has already pushed for them.
         ends = [one["clock"] + one["open"] for one in working]
         for one in served:
             ends += [*one["clocks"].values(), *one.get("copied", {}).values()]
@@ -244,7 +248,8 @@ class CarriedServers(Carried):
             self._pending = self._pending._replace(known=known)
         if self._facts is None or self._only_serves():
             self._facts = without_losses({**newest["facts"], "found": []})
-        elif self._pending is None:  # this worker repeats a step, and finds its bad records again
+        # A worker that repeats a step will find the bad records of this step again.
+        elif self._pending is None:
             self._facts["found"] = self._facts["found"][: self._whole]
         self._ahead = ahead = newest["ahead"]
         self._newest = newest["facts"]["step"]
@@ -269,15 +274,15 @@ class CarriedServers(Carried):
         return have | {*self._pending.known}
 
     def _more_facts(self) -> dict:
-        """Return more of what the ranks exchange."""
+        """Return more facts for the exchange between all ranks. Subclasses override it."""
         return {}
 
     def _lost_now(self, everyone: list[dict]) -> Collection[int]:
-        """Return the servers that are lost, according to the facts of `everyone`."""
+        """Return the servers whose shards no rank has, according to the facts of `everyone`."""
         return ()
 
     def _forget_served(self) -> None:
-        """Forget what this rank has served, because all begin anew or go back."""
+        """Forget what this rank has served, because all ranks start again or go back."""
 
     def _describe_served(self) -> dict | None:
         if self._served is None:
@@ -292,7 +297,7 @@ class CarriedServers(Carried):
     # -- who is who ----------------------------------------------------------------------
 
     def _ranks(self) -> list[int]:
-        """Return the first rank of each rank of the present communicator."""
+        """Return, for each rank of the present communicator, its rank in the first communicator."""
         assert self.group is not None
         return self.group.original_ranks
 

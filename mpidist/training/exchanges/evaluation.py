@@ -24,12 +24,12 @@ from ..feed import beside
 
 #: Samples per call of ``model.predict``.
 _CHUNK = 256
-#: The most bytes of an array that `digest_of_parts` sends to rank 0 at a time.
+#: The largest number of bytes of an array that `digest_of_parts` sends to rank 0 at a time.
 BLOCK = 4 << 20
 
 
 class WholeModel:
-    """What the summary of a run asks of an exchange whose workers have the whole model."""
+    """The methods for the summary of a run, for exchanges whose workers have the whole model."""
 
     workers: Any
     model: Any
@@ -39,11 +39,11 @@ class WholeModel:
         return evaluate(self.workers, self.model, data)
 
     def layout(self) -> dict | None:
-        """Return where the parts of the model are: None, because each worker has the whole."""
+        """Return None, because the model has no parts: each worker has the whole model."""
         return None
 
     def peer_facts(self) -> dict | None:
-        """Return what ranks that average their models have done: None, because no ranks do."""
+        """Return None: only exchanges that average models with peers have such facts."""
         return None
 
     def digest(self) -> str:
@@ -78,7 +78,7 @@ def evaluate(comm, model, data) -> float:
 
 
 def count_hits(scores, labels) -> int:
-    """Return how many samples have their largest score at their label, or at one of them."""
+    """Return how many samples have their largest score at their label (or one of their labels)."""
     best = scores.argmax(axis=1)
     true = labels[range(len(best)), best] > 0 if labels.ndim == 2 else best == labels
     return int(true.sum())
@@ -100,22 +100,23 @@ def parameters_digest(parameters: dict) -> str:
 
 
 def add_to_digest(total, name: str, array) -> None:
-    """Add one parameter to the digest `total`; the parameters come in the order of their names."""
+    """Add one parameter to the hash `total`. Call this in the order of the parameters' names."""
     host = array if array_module(array) is np else array.get()
     total.update(digest_header(name, host.dtype.str, host.shape))
     total.update(np.ascontiguousarray(host).tobytes())
 
 
 def digest_header(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Return what a digest has before the bytes of a parameter; `dtype` as in ``dtype.str``."""
+    """Return the bytes that are hashed before the bytes of a parameter; `dtype` is a dtype.str."""
     return f"{name} {dtype} {shape}\n".encode()
 
 
 def digest_of_parts(comm, arrays: Mapping) -> str:
-    """Return on all ranks what `parameters_digest` returns for the whole arrays. Collective.
+    """Return on all ranks the digest that `parameters_digest` has for the whole arrays. Collective.
 
-    `arrays` has the arrays of this rank by name. An array is either whole or a `Shard` that is a
-    box. Ranks may have different names, and several ranks may have the same array or box.
+    `arrays` has the arrays of this rank by name. An array is either whole, or a `Shard` whose part
+    is a box of the whole array. Ranks may have different names, and several ranks may have the same
+    array or box.
     """
 
     def described() -> dict:
@@ -128,7 +129,7 @@ def digest_of_parts(comm, arrays: Mapping) -> str:
     total = hashlib.sha256()
     for name in sorted({name for each in everyone for name in each}):
         kind, shape, _ = next(each[name] for each in everyone if name in each)
-        boxes = {}  # those of different ranks, each from the lowest rank that has it
+        boxes = {}  # box -> the lowest rank that has it
         for rank, each in reversed(list(enumerate(everyone))):
             if name in each:
                 boxes[tuple(map(tuple, each[name][2]))] = rank

@@ -34,11 +34,11 @@ from ..checks import check_loss
 from ..feed import REJECTIONS, beside
 from .allreduce_exchange import Replicas, check_in_place
 
-#: How many exchanges in a fixed order, and how many plain ones, are timed for
+#: How many exchanges in a fixed order, and how many plain allreduces, are timed for
 #: `PieceReplicas.price`.
 ROUNDS = 5
 #: Bytes of gradients that one call of a model may fill. One call for several pieces saves time only
-#: if the gradients are small; for large ones it would only need more memory.
+#: if the gradients are small; for large gradients it would only need more memory.
 TOGETHER_BYTES = 4 << 20
 
 

@@ -1,15 +1,17 @@
 """How `PeerAverage` trains: each rank updates a model of its own, and averages it with peers.
 
-    every step           compute, update the own model; no message
-    every `every` steps  a round: send the model to peers, average with theirs (`mpidist.peers`)
-    checkpoint, end      an average over all ranks, of parameters and optimizer
+    every step           each rank computes gradients and updates its own model, without messages
+    every `every` steps  a round: each rank sends its model to peers, and averages it with the
+                         models that it receives (`mpidist.peers`)
+    checkpoint, end      parameters and optimizer states are averaged over all ranks
 
-After an average over all ranks the models are equal, and the rounds begin anew with round 0. So a
-checkpoint has one model, restarts on any number of ranks and with any strategy, and a run that is
-resumed from it continues as the run that saved it.
+After an average over all ranks the models are equal, and the rounds start again with round 0. So a
+checkpoint has one model, and any number of ranks and any strategy can restart from it. A run that
+is resumed from a checkpoint continues exactly as the run that saved it.
 
-Ranks may be at different steps. If one is asked to stop, `Agreement` finds a step that no rank has
-passed. Each wait answers it, or two ranks would wait for each other.
+Ranks may be at different steps. If a rank is asked to stop, `Agreement` finds a step that no rank
+has passed. While a rank waits, it answers the messages of `Agreement`; otherwise two ranks could
+wait for each other.
 """
 
 from __future__ import annotations
@@ -40,14 +42,14 @@ from .evaluation import WholeModel
 from .pipeline_exchange import Untimed
 from .server_exchange import Agreement
 
-#: Exchanges that an error has ended. MPI may still write into their buffers.
+#: Exchanges that an error has ended. They are kept, because MPI may still write into their buffers.
 _ended: list = []
 
 
 class Peers(WholeModel):
-    """Train a model of this rank, and average it with those of others. Collective over `comm`.
+    """Train this rank's model, and average it with models of other ranks. Collective over `comm`.
 
-    `bound` is how many rounds a model may be late, or None for ASP.
+    `bound` is the number of rounds by which a model may arrive late, or None for ASP.
     """
 
     dedicated = False
@@ -59,9 +61,9 @@ class Peers(WholeModel):
         run_on_all(comm, "md.train: graph", plan.digest, _refuse, if_differs=True)
         self._open(comm, model, optimizer)
         self.plan, self.every = plan, every
-        # One rank may have too little memory for the messages.
+        # `run_on_all`, because a rank may have too little memory for the messages.
         self.messages = run_on_all(comm, "md.train: messages", lambda: self._messages(bound))
-        # An average over all ranks is faster by an allreduce.
+        # If each round averages over all ranks, an allreduce is faster.
         self._by_allreduce = plan.is_all and bound == 0
 
     def _open(self, comm, model, optimizer) -> None:
@@ -114,7 +116,8 @@ class Peers(WholeModel):
         if len(taken.kept):
             batch = beside(taken.batch, self.model)
             loss, samples = feed.tolerate(batch, mine[taken.kept], mean)
-        # With parts of different lengths, each sample counts the same, as under `AllReduce`.
+        # With this factor each sample has the same weight, as under `AllReduce`, even if the ranks
+        # have different numbers of samples.
         self._factor = samples * self.comm.size / max(len(indices), 1)
         return loss, samples
 
@@ -124,13 +127,13 @@ class Peers(WholeModel):
         If the loss is not finite, this rank does not update its model, and requests a stop.
         """
         check_in_place(self.gradients, self._views)
-        self._attend()  # a rank that never waits must learn of an error, too
+        self._attend()  # so that a rank that never waits also learns of an error
         if not np.isfinite(loss):
             self._factor, stop = 0.0, 1
         return loss, self.agreement.at(self.steps + 1, bool(stop))
 
     def update(self) -> None:
-        """Update this rank's model, and average it with peers where a round is due."""
+        """Update this rank's model, and average it with peers if a round is due."""
         if self._factor:
             if self._factor != 1:
                 for gradient in self.gradients.values():
@@ -186,12 +189,13 @@ class Peers(WholeModel):
         self.agreement.close()
 
     def peer_facts(self) -> dict | None:
-        """Return what the ranks have done, for the summary. Collective.
+        """Return statistics of the rounds, for the summary. Collective.
 
-        `rounds` are the rounds of a rank, `messages` those that all ranks have sent, `skipped`
-        those that were not sent to slow peers, `oldest` the most rounds by which a model was late,
-        and `apart` the distance of the models from their mean, over its length, before the last
-        average over all ranks; None if it is not finite, which JSON cannot say.
+        `rounds` is the number of rounds of a rank. `messages` is the number of messages that all
+        ranks have sent, and `skipped` the number of messages that were left out because a peer was
+        slow. `oldest` is the largest number of rounds by which a model was late. `apart` is the
+        distance of the models from their mean before the last average over all ranks, divided by
+        the norm of the mean; it is None if it is not finite, because JSON has no such number.
         """
         mine = self.messages
         found = self.rounds, mine.sent, mine.skipped, mine.oldest
@@ -235,7 +239,7 @@ class Peers(WholeModel):
         self.context.wait(answering)
 
     def wait(self, test: Callable[[], bool]) -> None:
-        """Wait until `test` is true, and answer the other ranks meanwhile."""
+        """Wait until ``test()`` is true, and answer the other ranks while waiting."""
         self.agreement.wait(test)
 
     def _attend(self) -> bool:
@@ -259,12 +263,12 @@ class Peers(WholeModel):
             self.context.break_off(error)
 
     def lost(self, error: BaseException) -> None:
-        """Keep the buffers into which MPI may still write, after a death."""
+        """After a death, keep the buffers into which MPI may still write."""
         _ended.append(self)
 
 
 def _refuse(everyone: list) -> None:
     raise MismatchError(
-        "md.train: the graphs of the ranks differ: a function that is a graph must return the same "
-        "peers on all ranks"
+        "md.train: the graphs of the ranks differ: a function that is passed as graph must return "
+        "the same peers on all ranks"
     )

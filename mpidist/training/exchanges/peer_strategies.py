@@ -1,4 +1,4 @@
-"""The settings of strategies whose ranks have models of their own, or share one. No MPI."""
+"""The settings of the strategies `PeerAverage` and `Hogwild`. No MPI."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ class PeerAverage:
     Parameters
     ----------
     graph : str, sequence of sequences of int, or function
-        Who averages with whom: "all", "ring", "butterfly" or "halton"; or for each rank the ranks
-        to which it sends its model; or a function of (rank, number of ranks, round) that returns
-        these ranks. A graph that does not connect all ranks is refused.
+        Which ranks average with each other: "all", "ring", "butterfly" or "halton"; or a sequence
+        that has, for each rank, the ranks to which it sends its model; or a function of (rank,
+        number of ranks, round) that returns these ranks. It is an error if the graph does not
+        connect all ranks.
     every : int
-        After how many steps a rank averages.
+        The number of steps from one average to the next.
     consistency : BSP, SSP, ASP or int
         Under BSP, a rank waits for the models of this round. Under ``SSP(n)``, or with the number
-        n, models may be n rounds late. Under ASP, a rank never waits, and takes what has come.
+        n, models may be n rounds late. Under ASP, a rank never waits, and uses the models that have
+        arrived.
     """
 
     graph: str | Sequence[Sequence[int]] | Callable = "butterfly"
@@ -73,9 +75,9 @@ class PeerAverage:
 class Hogwild:
     """The ranks of one node update one set of parameters in shared memory, without a lock.
 
-    Each rank computes gradients of its own samples, and subtracts its update where the parameters
-    lie. No rank waits for another, and no message is sent in a step. Two ranks that change the same
-    number at the same time may lose one of the two changes; with sparse gradients that is rare. See
+    Each rank computes gradients of its own samples, and changes the shared parameters in place. No
+    rank waits for another, and no message is sent in a step. If two ranks change the same number at
+    the same time, one of the two changes may be lost; with sparse gradients this is rare. See
     docs/peers.md and Niu et al., "Hogwild!", NIPS 2011.
     """
 

@@ -1,17 +1,17 @@
 """How `Pipeline` trains: each rank has some layers, and the microbatches pass through the ranks.
 
-    records      read by the ranks with the first layers (inputs) and the last ones (labels)
-    agreement    one small allreduce: has a rank a bad record, or no records yet?
+    records      read by the ranks with the first layers (inputs) and with the last layers (labels)
+    agreement    one small allreduce: does a rank have a bad record, or no records yet?
     passes       the schedule of `Stage`, which also adds the gradients over the replicas of a stage
     loss, stop   one small allreduce
     update       each rank updates its own parameters
 
-A bad record is left out before its microbatch enters the pipeline. The gradients of the pieces are
-added in the tree of ``microbatches`` under `AllReduce`, so the parameters have the bits of such a
-run. With "pipedream", the optimizer instead makes an update for each round of microbatches, and
-microbatches stay under way from step to step, until a checkpoint or the end. A checkpoint has the
-same arrays as with `AllReduce`, each from the ranks of its stage, so it restarts on any grid and
-with `AllReduce`.
+A bad record is left out before its microbatch enters the pipeline. The gradients of the
+microbatches are added in the same tree as with ``AllReduce`` and ``microbatches=``, so the
+parameters have the same bits. With "pipedream", the optimizer instead makes an update for each
+round of microbatches. The pipeline is then not emptied between steps, but only at a checkpoint and
+at the end. A checkpoint has the same arrays as with `AllReduce`. So a run can restart from it with
+any cuts and replicas, and with `AllReduce`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from ...runtime.polling import wait_until
 from .evaluation import add_to_digest, count_hits, shared_accuracy
 from .pipelines.pipeline_choice import ENTRY, chunk_seconds, simulated_bubble
 
-#: Samples of a microbatch of test data.
+#: The number of samples of a microbatch of test data.
 _CHUNK = 128
 
 
 class Untimed:
-    """Takes the times of steps, and compares nothing: stages may need different times."""
+    """Replaces `Stragglers`, and ignores the times: stages may need different times."""
 
     def note(self, *seconds: float) -> None:
         """Do nothing."""
@@ -61,9 +61,9 @@ class Stages:
     model, optimizer
     grid : PipelineGrid
     choice : CutChoice
-        Where the cuts come from.
+        The cuts of `grid`, and why they were chosen.
     order : list of int, optional
-        The rank of each stage and replica; by default the ranks have them in their order.
+        The rank of each slot (a replica of a stage). By default, slot k is on rank k.
     """
 
     dedicated = False
@@ -77,12 +77,12 @@ class Stages:
     ):  # fmt: skip
         self.comm = self.workers = comm
         self.model, self.optimizer = model, optimizer
-        # In a communicator of its own, each rank has the number of its stage and replica.
+        # In the communicator of the stages, the rank of a process is the number of its slot.
         self._order = order
         self._ordered = None if order is None else comm.Split(0, order.index(comm.rank))
         placed = comm if self._ordered is None else self._ordered
         self.stage = Stage(placed, model, grid, gradients=Gradients)
-        # The other layers would keep their first values, so this rank has no parameters of them.
+        # The parameters of other layers would keep their initial values, so they are left out.
         model.parameters = self.parameters = self.stage.parameters
         if self.parameters:
             broadcast_parameters(self.stage.replicas, self.parameters)
@@ -96,12 +96,12 @@ class Stages:
     # -- a step ------------------------------------------------------------------------
 
     def part(self, count: int, step: int = 0) -> slice | np.ndarray:
-        """Return which samples in a global batch this rank reads."""
+        """Return the samples of a global batch that this rank reads."""
         reads = self.stage.reads_inputs or self.stage.reads_labels
         return self.stage.rows(count) if reads else slice(0, 0)
 
     def compute(self, feed, indices) -> tuple[float, int]:
-        """Compute the gradients of this step; return (0.0, the samples that this rank has read).
+        """Compute the gradients of this step; return (0.0, number of samples that were read here).
 
         Collective. `reduce` returns the loss.
         """
@@ -112,7 +112,7 @@ class Stages:
         quarantine = feed.quarantine
         found = {index for index, _ in quarantine.found}
         missing, starved = self._agree_on_missing(sorted(found), taken is None)
-        # Each bad record is counted by one rank.
+        # Each bad record is counted by only one rank.
         quarantine.found = [
             one for one in quarantine.found if missing.get(one[0]) == self.comm.rank
         ]
@@ -138,9 +138,9 @@ class Stages:
         )
 
     def _agree_on_missing(self, bad: list[int], starved: bool) -> tuple[dict[int, int], bool]:
-        """Return the bad records of all ranks, each with the lowest rank that has found it.
+        """Return ({bad record: the lowest rank that has found it}, whether a rank has no records).
 
-        Collective. Also returns whether a rank has no records yet.
+        Collective. A rank has no records if they were not read in time.
         """
         counts = np.array([len(bad), starved], np.int64)
         allreduce(self.comm, counts, algorithm="native")
@@ -153,9 +153,10 @@ class Stages:
         return missing, bool(counts[1])
 
     def _without(self, missing: dict[int, int], indices, mine, taken):
-        """Return this rank's samples without the missing ones, and the sizes of all microbatches.
+        """Return this rank's samples without the bad ones, and the sizes of all microbatches.
 
-        `indices` are those of the whole batch, `mine` those that this rank has `taken`.
+        `missing` are the bad records of all ranks, `indices` are the records of the whole batch,
+        and `mine` are the positions of this rank's samples, which are `taken`.
         """
         bounds = BlockPartition(len(indices), self.stage.grid.microbatches).bounds()
         if not missing:
@@ -178,11 +179,11 @@ class Stages:
             gradient *= factor
 
     def _update_now(self, gradients: dict, parameters: dict, weight: float) -> None:
-        """Update the parameters with a microbatch, as a parameter server does with a push."""
+        """Update the parameters with the gradients of one round, which has this `weight`."""
         self.optimizer.update(gradients, self.optimizer_state, parameters, weight)
 
     def update(self) -> None:
-        """Update the parameters of this stage, unless each microbatch has done so."""
+        """Update the parameters of this stage, unless each round has already updated them."""
         if self._at_once:
             return
         self.optimizer.update(self.stage.gradients, self.optimizer_state, self.parameters)
@@ -195,7 +196,7 @@ class Stages:
         """Do nothing: no order of the gradients in memory changes the sum."""
 
     def hidden(self) -> None:
-        """Return None: how much of the sums over replicas overlaps is not measured."""
+        """Return None, because this exchange does not measure its overlap with computing."""
 
     def begin(self) -> None:
         """Do nothing: the first step needs no preparation."""
@@ -205,19 +206,19 @@ class Stages:
     def state(self, saving: bool) -> dict:
         """Return the arrays of this stage, without a copy: parameters and optimizer.
 
-        Collective with `saving`, because what is under way is finished first.
+        Collective with `saving`, because all microbatches under way are finished first.
         """
         if saving:
             self.stage.drain()
         state = {"parameters": dict(self.parameters), "optimizer": dict(self.optimizer_state)}
-        # An empty dict would be saved as an entry, which other stages do not have.
+        # An empty dict would be saved as an entry, but other stages have no such entry.
         state["optimizer"] = {
             key: one for key, one in state["optimizer"].items()
             if not isinstance(one, Mapping) or one
         }  # fmt: skip
         if saving:
             state[ENTRY] = facts = self._facts_to_save()
-            # These count updates, of which stages with more replicas make fewer.
+            # With "pipedream", counts of updates differ between stages, so they are saved apart.
             for name in _counts(state["optimizer"]) if self._at_once else ():
                 one, values = state["optimizer"][name], facts["counts"].values()
                 state["optimizer"][name] = np.full_like(one, max(each[name] for each in values))
@@ -226,14 +227,14 @@ class Stages:
     def _facts_to_save(self) -> dict:
         """Return plain values for the checkpoint, equal on all ranks. Collective.
 
-        They are the cuts with their profile, the measured seconds of a microbatch in each chunk,
-        and the numbers of updates of each stage.
+        The values are the cuts with their profile, the measured seconds of a microbatch in each
+        chunk, and the numbers of updates of each stage.
         """
         stage, grid, choice = self.stage, self.stage.grid, self._choice
         known = stage.rank, (stage.stage, _counts(self.optimizer_state), stage.mean_times())
 
         def together(everyone: list) -> dict:
-            # Pipelines beside each other do the same; the first one is told of.
+            # With `split`, all pipelines have the same counts; those of the first one are saved.
             first = dict(reversed(everyone))
             stages, counts, times = zip(*(first[rank] for rank in sorted(first)), strict=True)
             return {
@@ -246,7 +247,7 @@ class Stages:
         return run_on_all(self.comm, "md.train: stages", lambda: known, together)
 
     def restored(self, state: Mapping) -> None:
-        """Take back the number of updates of this stage, if the last run had the same stages."""
+        """Restore the counts of updates of this stage, if the last run had the same stages."""
         facts, grid = state.get(ENTRY, {}), self.stage.grid
         if self._at_once and facts.get("replicas") == list(grid.replicas):
             for name, value in facts["counts"].get(str(self.stage.stage), {}).items():
@@ -263,12 +264,12 @@ class Stages:
         )  # fmt: skip
 
     def save_point(self, step: int) -> None:
-        """Finish what is under way, and check that the replicas are equal. Collective."""
+        """Finish all microbatches, and check that the replicas are equal. Collective."""
         self.stage.drain()
         self.check(step)
 
     def finish(self) -> None:
-        """Finish what is under way, so that every stage has its final parameters. Collective."""
+        """Finish all microbatches, so that every stage has its final parameters. Collective."""
         self.stage.drain()
 
     def evaluate(self, data) -> float:
@@ -293,18 +294,10 @@ class Stages:
         return shared_accuracy(self.comm, hits, used)
 
     def layout(self) -> dict:
-        """Return the grid, and what each rank has measured. Collective.
+        """Return the grid and the measurements of all ranks, for the summary. Collective.
 
-        For each rank: `stages` is its stage, `idle` the share of the time of the steps in which it
-        did not compute, `kept` the most microbatches, times chunks, that it kept at a time, and
-        `stash_bytes` what they and old parameters took; `bytes_sent` is what it has sent to other
-        stages in a step, `versions` the most versions of its parameters, and `staleness` how many
-        updates a gradient has missed at most, `staleness_mean` in the mean. For the job:
-        `cut_bytes` are the bytes over each cut in a step, `bubble` is the mean of `idle`, and
-        `bubble_simulated` that of the schedule with the mean times of this run, if messages and
-        sums take no time.
-
-        Each rank also logs the computations of its newest step, for ``mpidist pipeline trace``.
+        docs/pipelines.md ("What a run reports") explains each entry. Each rank also logs the
+        computations of its newest step, for ``mpidist pipeline trace``.
         """
         stage, grid = self.stage, self.stage.grid
         events.emit(EVENT, step=stage.steps, spans=stage.spans)
@@ -320,7 +313,7 @@ class Stages:
         def together(everyone: list) -> dict:
             by_stage, cuts, times = zip(*everyone, strict=True)
             rows = list(by_stage)
-            for slot, rank in enumerate(self._order or ()):  # one for each rank, in their order
+            for slot, rank in enumerate(self._order or ()):  # from the order of slots to ranks
                 rows[rank] = by_stage[slot]
             steps = max(stage.steps, 1)
             return {
@@ -340,12 +333,12 @@ class Stages:
         }  # fmt: skip
 
     def peer_facts(self) -> None:
-        """Return None: the ranks average no models."""
+        """Return None, because the ranks do not average models."""
 
     def digest(self) -> str:
         """Return the SHA-256 digest of all parameters. Collective.
 
-        One array at a time is sent to rank 0.
+        The arrays are sent to rank 0 one at a time.
         """
         total = hashlib.sha256()
         self.stage.visit(self.parameters, lambda *named: add_to_digest(total, *named))
@@ -368,11 +361,11 @@ class Stages:
             tell(comm, error)
 
     def lost(self, error: BaseException) -> None:
-        """Do nothing after a death: nothing of a pipeline outlives its communicator."""
+        """Do nothing after a death: a pipeline is not elastic, and the job ends."""
 
 
 def _counts(optimizer_state: Mapping) -> dict[str, float]:
-    """Return the numbers in the state of an optimizer that belong to no parameter."""
+    """Return the numbers in an optimizer's state that belong to no parameter, such as a count."""
     return {
         name: one.item() for name, one in optimizer_state.items()
         if not isinstance(one, Mapping) and getattr(one, "shape", None) == ()

@@ -33,7 +33,7 @@ class RareExchange:
     parameters : dict of str to array
         The worker's parameters, which `step` changes in place.
     optimizer : object with init and update
-        For the local updates, with a state of its own.
+        The optimizer of the local updates, with a state of its own.
     push_every, pull_every : int
         The worker pushes after every `push_every` steps, and pulls after every `pull_every` steps.
     global_batch : int
@@ -47,19 +47,19 @@ class RareExchange:
         self._client, self._parameters = client, parameters
         self._push_every, self._pull_every, self._batch = push_every, pull_every, global_batch
         self.use(optimizer)
-        # Without local updates no worker needs memory for a state.
+        # Without local updates, a worker needs no memory for an optimizer state.
         self._state = optimizer.init(parameters) if pull_every > 1 else None
         self._sums = {name: np.zeros_like(array) for name, array in parameters.items()}
         self._samples = self._steps = 0
 
     def use(self, optimizer) -> None:
-        """Use another optimizer for the local updates, with the state that is there."""
+        """Use another optimizer for the local updates, with the present state."""
         self._optimizer = optimizer
         self._weighs = has_argument(optimizer.update, "weight")
 
     def step(self, gradients: dict[str, Any], samples: int) -> None:
         """Finish one step with its mean gradients over `samples` samples."""
-        # The share and not the number of samples, with which float16 would overflow.
+        # The weight is a share of the batch. With the number of samples, float16 would overflow.
         for name, total in self._sums.items():
             total += gradients[name] * (samples / self._batch)
         self._samples += samples
@@ -78,7 +78,7 @@ class RareExchange:
                 self._optimizer.update(scaled, self._state, self._parameters)
 
     def flush(self) -> None:
-        """Push what is not pushed yet, and pull; the next step counts as the first one again.
+        """Push the remaining gradients, and pull; the next step counts as the first step again.
 
         The servers count the steps of a worker in clocks, and accept one push of a worker per
         clock. The last step has ended its clock, so this push belongs to the clock of the next

@@ -1,16 +1,17 @@
-"""What a run whose servers keep copies carries over a death, so that no step is lost.
+"""Elastic runs whose servers keep copies of each other's shards: after a death no step is lost.
 
-    facts     each server tells what it holds; a shard without its server is taken from its copy
-    pushes    where pushes are applied at once, a worker sends a push that a death has broken off
-              to those who give the shards that lack it
-    move      each living server gets its part of the new, smaller layout, and a new copy
-    commit    when all ranks have everything, they forget what they held before
+    facts     each server tells which shards and copies it holds; for the shard of a dead server,
+              its copy is used
+    pushes    if the mode applies each push when it arrives, a push that a death has interrupted is
+              sent again to the servers that provide the shards without this push
+    move      each living server gets its part of the new layout for fewer servers, and a new copy
+    commit    when all ranks have received all their parts, they forget their old shards
 
-Until the commit, each rank keeps its old shards beside the new ones. If another rank dies before,
-the next repair begins from the old ones. If some ranks have passed the commit, all living ranks
-have everything, and pass it at the beginning of the next repair: the generation of the layout is a
-number that they compare. Only if a server and the one with its copy have died, all ranks go back to
-the newest checkpoint.
+Until the commit, each rank keeps its old shards beside the new ones. If another rank dies before
+the commit, the next repair starts from the old shards. If a rank dies during the commit, some ranks
+have committed and others have not. The others then commit at the beginning of the next repair; the
+ranks find this out by comparing the generation, a number that each commit increases. Only if a
+server and the server with its copy have both died, all ranks go back to the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .server_exchange import Pending
 
 
 class _Prepared(NamedTuple):
-    """What a rank has from its commit on."""
+    """The new state of a rank, which becomes valid at its commit."""
 
     generation: int
     held: Held | None
@@ -41,13 +42,13 @@ class _Prepared(NamedTuple):
 
 
 class ReplicatedServers(CarriedServers):
-    """What an elastic run with copies on its servers carries from one communicator to the next."""
+    """The state that an elastic run with copies keeps when the communicator changes."""
 
     def __init__(self, given, name: str, strategy, ranks: int):
         super().__init__(given, name, strategy, ranks)
         self._generation = 0
-        self._held: Held | None = None  # by this rank, in this generation
-        self._held_by: list[int] = []  # the servers of this generation; empty if nobody serves yet
+        self._held: Held | None = None  # the shard and the copy of this rank in this generation
+        self._held_by: list[int] = []  # the servers of this generation; empty before the first one
         self._prepared: _Prepared | None = None
 
     def restore(self, run, resume, retry_bad: bool, handed: str) -> None:
@@ -58,7 +59,7 @@ class ReplicatedServers(CarriedServers):
     # -- after a death -------------------------------------------------------------------
 
     def note_state(self) -> int:
-        """Note what this rank has of the run, and what it serves; return its step, or -1."""
+        """Keep the state of the interrupted run and the shards; return the step of it, or -1."""
         exchange = self._exchange
         step = super().note_state()
         if exchange is not None:
@@ -69,7 +70,7 @@ class ReplicatedServers(CarriedServers):
         return step
 
     def check_living(self, ranks: Sequence[int]) -> None:
-        """Choose the servers among `ranks`; their shards are looked for in `bring_up_to_date`."""
+        """Choose the servers among `ranks`. `bring_up_to_date` finds out which shards exist."""
         self._choose_roles(ranks)
 
     def bring_up_to_date(self, comm, step: int) -> int:
@@ -91,7 +92,7 @@ class ReplicatedServers(CarriedServers):
         pending = self._pending
         return {
             "servers": self._held_by,
-            # The push of a worker is torn, if some servers may lack it.
+            # The push of a worker is torn if some servers may not have received it.
             "torn": pending is not None and not pending.known,
             "samples": 0 if pending is None else pending.samples,
         }
@@ -109,12 +110,12 @@ class ReplicatedServers(CarriedServers):
         self._held, self._held_by = None, []
 
     def _who_knows(self, served: list[dict], me: int) -> Collection[int]:
-        # Nothing changes before the commit. Then all servers have the push, or none of its parts.
+        # `_continue` decides this for all servers at the commit; before, nothing changes.
         assert self._pending is not None
         return self._pending.known
 
     def _continue(self, comm, everyone: list[dict], newest: dict) -> None:
-        """Decide how this rank goes on, and divide the model anew. Collective."""
+        """Decide how this rank goes on, and divide the model among the servers. Collective."""
         super()._continue(comm, everyone, newest)
         model = self._kept.model
         assert model is not None
@@ -150,7 +151,7 @@ class ReplicatedServers(CarriedServers):
         self._tell(comm, before, giving)
 
     def _torn(self, everyone: list[dict], giving: dict[int, Holder]) -> list[tuple[int, int, int]]:
-        """Return (worker, holder, server) for each part of a push that a shard lacks."""
+        """Return (worker, holder, server) for each part of a push that is missing in a shard."""
         ranks = self._ranks()
         return [
             (rank, giving[number].rank, number)
@@ -161,7 +162,7 @@ class ReplicatedServers(CarriedServers):
         ]
 
     def _complete(self, comm, torn, everyone: list[dict], layout: ServerLayout) -> None:
-        """Apply the parts of pushes that shards lack to those that are given. Collective."""
+        """Apply the missing parts of pushes to the shards that are moved. Collective."""
         batch, ranks = self.given["global_batch"], self._ranks()
 
         def apply(number: int, worker: int, parts: list) -> None:
@@ -174,7 +175,7 @@ class ReplicatedServers(CarriedServers):
         complete_pushes(comm, torn, layout, gradients, apply)
 
     def _move(self, comm, wanted, giving, current, before: list[int]) -> dict[int, ServerShard]:
-        """Return the new shard and copy of this rank by their numbers. Collective."""
+        """Return the new shard and the new copy of this rank: number -> shard. Collective."""
         old, new = self._layout(len(before)), self._layout(len(self._servers))
         same = before == self._servers
         holding = {} if self._held is None else self._held.shards()
@@ -193,7 +194,7 @@ class ReplicatedServers(CarriedServers):
             scalars = run_on_all(comm, "md.train: scalars of the optimizer", lambda: mine, list)
             for number, shard in new_ones.items():
                 # In an asynchronous mode, servers may have made different numbers of updates. The
-                # first one counts, as in a checkpoint.
+                # numbers of the first server are used, as in a checkpoint.
                 of = number if same else 0
                 values, shard.version = scalars[giving[of].rank][of]
                 set_scalars(shard, values)
@@ -204,7 +205,7 @@ class ReplicatedServers(CarriedServers):
         return place_tensors({name: (a.shape, a.dtype) for name, a in arrays.items()}, servers)
 
     def _tell(self, comm, before: list[int], giving: dict[int, Holder]) -> None:
-        """Say which copies have become shards."""
+        """Emit an event and print a line for each copy that has replaced a lost shard."""
         ranks = self._ranks()
         taken = {before[n]: ranks[one.rank] for n, one in giving.items() if one.is_copy}
         if not taken:

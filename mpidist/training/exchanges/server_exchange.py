@@ -42,8 +42,8 @@ MODEL = "model"
 class Pending(NamedTuple):
     """A step of this worker whose push was interrupted by a death.
 
-    `known` has the numbers of the servers that have the push. `state` is the model's state after
-    the step, such as running means. A worker without a share in the step has no gradients.
+    `known` has the numbers of the servers that have received the push. `state` is the model's state
+    after the step, such as running means. If the worker had no samples, `gradients` is empty.
     """
 
     loss: float
@@ -54,7 +54,7 @@ class Pending(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The facts with which this rank begins an elastic run, or continues it after a death.
+    """The facts with which this rank begins an elastic run, or continues one after a death.
 
     Attributes
     ----------
@@ -63,16 +63,17 @@ class Kept(NamedTuple):
     model : KeptModel or None
         The model on the servers; None at the beginning.
     pending : Pending or None
-        The step that this worker completes first.
+        An interrupted step that this worker completes first.
     shares : sequence of (step, workers, worker)
-        Until `step`, the batches are divided among `workers` workers, and this rank is number
-        `worker`. Entries are in the order of their steps. With 0 workers this rank takes nothing.
+        Before `step`, the batches are divided among `workers` workers, and this rank is worker
+        number `worker`. The entries are sorted by step. 0 workers mean that this rank gets no
+        samples.
     ahead : int
-        How many steps the run had done when the clocks were 0.
+        The number of steps that the run had done when the clocks of the workers were 0.
     clock : int or None
-        The clock after which all workers stop, if they have agreed on one.
+        The clock after which all workers stop, if they have agreed to stop.
     newcomer : bool
-        Whether this worker begins in a run in which others have worked before.
+        Whether this worker joins a run in which other workers have already worked.
     """
 
     servers: Sequence[int]
@@ -179,7 +180,7 @@ class Served(WholeModel):
         return self._serve()
 
     def _share_state(self) -> None:
-        """Give the state of the first worker's model to all workers that begin. Collective."""
+        """Copy the model state (such as running means) of a worker to new workers. Collective."""
         begins = self.kept.model is None or self.kept.newcomer
         for array in getattr(self.model, "state", {}).values():
             received = array if begins else array.copy()
@@ -188,8 +189,8 @@ class Served(WholeModel):
     def part(self, count: int, step: int) -> tuple[int, int]:
         """Return (start, stop) of this worker's samples in a global batch of `count` samples.
 
-        `step` is the number of steps before this one. After a death, all workers keep their old
-        shares of those batches of which the fastest worker has taken its old share already.
+        `step` is the number of steps before this step. After a death, all workers keep their old
+        shares of the batches of which the fastest worker has already taken its old share.
         """
         for until, workers, worker in self.kept.shares:
             if step < until:
@@ -220,7 +221,7 @@ class Served(WholeModel):
         return loss, samples
 
     def _take_up(self, pending: Pending) -> tuple[float, int]:
-        """Restore the worker's gradients of a step that was interrupted by a death."""
+        """Continue an interrupted step with the kept gradients; return (loss, samples)."""
         for name, gradient in self.gradients.items():
             gradient[...] = pending.gradients.get(name, 0)
         for name, array in pending.state.items():
@@ -255,7 +256,7 @@ class Served(WholeModel):
         """Push the gradients of this step, and pull the parameters for the next step."""
         if self.elastic:
             self._state_after = {n: a.copy() for n, a in getattr(self.model, "state", {}).items()}
-        self.sent = True  # until the answers are here, a death breaks this step off
+        self.sent = True  # a death before all answers have arrived interrupts this step
         out, samples = self.model.parameters, self._samples
         if self._changes is not None:
             after = self._changes(self.first_step + self.client.finished + 2)
@@ -273,15 +274,15 @@ class Served(WholeModel):
             self.group.rebalance(self._rebalance)
 
     def passed_over(self) -> int:
-        """Return how many steps this worker has passed over since the last call, being late.
+        """Return how many steps this worker has skipped since the last call, because it was late.
 
-        That can happen in the first pull already, if the others have made steps before it.
+        A worker may already skip steps in its first pull, if other workers have made steps before.
         """
         before, self._skipped = self._skipped, self.client.skipped
         return self._skipped - before
 
     def stops(self) -> bool:
-        """Whether all workers stop where this one has come to, after steps that it passed over."""
+        """Whether all workers stop at the step that this worker has reached by skipping steps."""
         return self.agreement.at(self.client.finished, False)
 
     def unfinished(self) -> Pending | None:
@@ -306,7 +307,7 @@ class Served(WholeModel):
         if not saving or self.comm.rank == self.group.server_ranks[0]:
             slots.update(held["scalars"])
         state = {"parameters": _pieces(held["parameters"], shapes), "optimizer": slots}
-        # A server may hold no tensor of a kind, and an empty dict would be saved as an entry.
+        # A server may hold no tensor of some kind. An empty dict would be saved as an entry.
         return {kind: entries for kind, entries in state.items() if entries}
 
     def begin(self) -> None:
@@ -314,7 +315,7 @@ class Served(WholeModel):
         self.client.pull(out=self.model.parameters)
 
     def fill_copies(self) -> None:
-        """Make the copies of the shards equal to the shards, before anybody trains. Collective."""
+        """Copy each shard to the server that keeps its copy, before the training. Collective."""
         self.group.fill_copies(MODEL)
         run_on_all(self.comm, "md.train: copies of the partitions", lambda: None)
 
@@ -335,7 +336,7 @@ class Served(WholeModel):
         self.group.serve(on_pause)
 
     def wait(self, test: Callable[[], bool]) -> None:
-        """Wait until `test` is true, and answer the requests of other ranks meanwhile."""
+        """Wait until ``test()`` is true, and answer the requests of other ranks while waiting."""
         self.agreement.wait(test)
 
     def finish(self) -> None:
@@ -361,7 +362,7 @@ class Served(WholeModel):
         self.group.__exit__(type(error), error, error.__traceback__)
 
     def lost(self, error: BaseException) -> None:
-        """End the group after a death, and keep the buffers into which MPI may still write."""
+        """After a death, end the group, and keep the buffers into which MPI may still write."""
         if self.agreement is not None:
             keep_alive(self.agreement.__dict__)
         self.abandon(error)
@@ -427,7 +428,7 @@ class Agreement:
         self._request = self.comm.Iallreduce(MPI.IN_PLACE, self._named, MPI.MAX)
 
     def wait(self, test: Callable[[], bool]) -> None:
-        """Wait until `test` is true, and answer the requests of other ranks meanwhile."""
+        """Wait until ``test()`` is true, and answer the requests of other ranks while waiting."""
         wait_until(lambda: test() or (self.progress(), False)[1])
 
     def close(self) -> None:

@@ -5,9 +5,9 @@
     rank 0 -= lr * g      |      |             each where its gradients are not zero
     rank 1 ------------ -= lr * g              at the same time
 
-Two ranks may read a number, and both write it: then one change is lost. The state of the optimizer
-is each rank's own. At a checkpoint and at the end the ranks wait for each other, and get the mean
-of these states.
+If two ranks read the same number and then both write it, one of the two changes is lost. Each rank
+has an optimizer state of its own. At a checkpoint and at the end the ranks wait for each other, and
+all ranks get the mean of these states.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ...runtime.node_memory.arena import Segment
 from ...runtime.topology import topology_of
 from .peer_exchange import Peers
 
-#: A gradient with a larger share of rows that are not zero is used as a whole.
+#: If a larger share of a gradient's rows is not zero, the update uses the whole gradient.
 _SPARSE = 0.25
-#: Smaller gradients are used as a whole: looking for rows would take longer than the update.
+#: Gradients with fewer rows are used as a whole, because the update is faster than a search.
 _FEW_ROWS = 256
 _ALIGNED = 64
 
@@ -43,7 +43,7 @@ class SharedParameters(Peers):
         self._share()
 
     def _share(self) -> None:
-        """Put the parameters of the first rank into shared memory, for all ranks."""
+        """Copy the parameters of the first rank into shared memory, which all ranks then use."""
         places, stop = {}, 0
         for name, array in self._own.items():
             start = -(-stop // _ALIGNED) * _ALIGNED
@@ -59,21 +59,21 @@ class SharedParameters(Peers):
         if self.comm.rank == 0:
             for name, array in self._own.items():
                 shared[name][...] = array
-        # Nobody may read before the first rank has written.
+        # No rank may read the parameters before the first rank has written them.
         run_on_all(self.comm, "md.train: shared parameters", lambda: self._use(shared))
 
     def _use(self, arrays: dict) -> None:
-        """Let the model compute with other arrays."""
+        """Replace the parameters of the model by `arrays`."""
         for name, array in arrays.items():
             self.model.parameters[name] = array
             if self.model.parameters[name] is not array:
                 raise ConfigError(
-                    f"Hogwild: the model {type(self.model).__name__} does not take an array in "
-                    f"place of parameters[{name!r}]; let `parameters` be a dict that stays"
+                    f"Hogwild: the model {type(self.model).__name__} does not use an array that is "
+                    f"assigned to parameters[{name!r}]; let `parameters` always be the same dict"
                 )
 
     def update(self) -> None:
-        """Update the shared parameters, where this rank's gradients are not zero."""
+        """Update the shared parameters in the rows in which this rank's gradients are not zero."""
         if self._factor:
             weight = self._factor / self.comm.size
             if self.optimizer is not self._asked:  # a function `on_resize` may replace it
@@ -103,7 +103,7 @@ class SharedParameters(Peers):
         """Return None: no rank sends a model."""
 
     def close(self) -> None:
-        """Give each rank the parameters in memory of its own. Collective."""
+        """Copy the parameters into memory of each rank, and free the shared memory. Collective."""
         self._return()
         self.private.Free()
 
@@ -119,9 +119,10 @@ class SharedParameters(Peers):
 
 
 def nonzero_rows(gradient: np.ndarray):
-    """Return (rows, values) of the rows that are not zero, or the whole gradient if they are many.
+    """Return (rows, values) of the nonzero rows, or the whole gradient if many rows are nonzero.
 
-    Finding them reads the gradient once, and saves reading and writing the shared parameters.
+    The search reads the gradient once. An update of few rows then reads and writes only a small
+    part of the shared parameters.
     """
     if gradient.ndim == 0 or len(gradient) < _FEW_ROWS:
         return gradient

@@ -7,10 +7,11 @@
                    |           |          | ranks that share the layers named in `split`
     pipeline 1   rank 1 ---- rank 3
 
-Both pipelines train with the same microbatches. The ranks of a stage compute its other layers
-twice, with the same bits. A split layer sums or gathers over the ranks that share it. A checkpoint
-has the whole arrays: each rank saves its part as a `Shard` of the array. So it restarts with any
-other split, on any grid, and with `AllReduce`, which has the whole layers.
+Both pipelines train with the same microbatches. Each rank of a stage computes all layers that are
+not split, so these layers are computed twice, with the same bits. A split layer sums or gathers
+over the ranks that share it. A checkpoint has whole arrays: each rank saves its part as a `Shard`
+of the array. So a run can restart from it with any other split, cuts and replicas, and with
+`AllReduce`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .evaluation import digest_of_parts
 from .pipeline_exchange import CutChoice, Stages
 from .pipelines.pipeline_choice import choose_cuts
 
-#: Facts of `Stages.layout` that have a value for each rank.
+#: The entries of `Stages.layout` that have a value for each rank.
 _BY_RANK = (
     "stages", "idle", "kept", "stash_bytes", "bytes_sent", "versions", "staleness",
     "staleness_mean",
@@ -46,19 +47,19 @@ class SplitStages(Stages):
     ----------
     comm : MPI.Comm
     model, optimizer
-        The model has whole layers.
+        The layers of `model` are whole, not split.
     split : mapping
         As in `Pipeline`.
     ways : int
-        The number of ranks that share a layer, which divides the ranks of `comm`.
+        The number of ranks that share a layer. The size of `comm` is a multiple of it.
     plan : callable
         ``plan(cuts)`` returns the grid of one of the pipelines.
     cuts : sequence of int, or None
-        None if they are measured.
+        None if the cuts must be chosen by a measurement.
     parts, samples : int
-        The parts of the model, and the samples of a microbatch, for this measurement.
+        For this measurement: the number of parts of the model, and of samples of a microbatch.
     last : mapping or None
-        What the last run has measured.
+        The measurements of the last run, from `pipeline_choice.last_run`.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class SplitStages(Stages):
         plan: Callable[..., PipelineGrid], cuts, parts: int, samples: int, last,
     ):  # fmt: skip
         self.ways, self.split, self.way = ways, dict(split), comm.rank % ways
-        # Ranks beside each other share a layer, because they are most often on one node.
+        # Ranks with consecutive numbers share a layer, because they are usually on one node.
         self.sharers = comm.Split(comm.rank // ways, comm.rank)
         self.pipeline = comm.Split(self.way, comm.rank)
         own = split_model(model, self.sharers, split)
@@ -82,18 +83,19 @@ class SplitStages(Stages):
             broadcast_parameters(self.sharers, self._shared())
 
     def _shared(self) -> dict:
-        """Return the parameters that all ranks of `sharers` have whole."""
+        """Return the parameters that are not split: all ranks of `sharers` have whole arrays."""
         return {name: a for name, a in self.parameters.items() if name not in self._parts}
 
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
         """Return (mean loss of the global batch, whether `stop` is true on a rank). Collective."""
-        counts = not self._skipped and self.way == 0  # all pipelines have the same loss
+        # All pipelines have the same loss, so only the first one adds its loss.
+        counts = not self._skipped and self.way == 0
         values = np.array([self.stage.loss_share() if counts else 0.0, bool(stop)])
         allreduce(self.comm, values, algorithm="native")
         return float(values[0]), bool(values[1] > 0)
 
     def state(self, saving: bool) -> dict:
-        """Return the arrays of this stage, without a copy; of split layers, as shards."""
+        """Return the arrays of this stage, without a copy; arrays of split layers as shards."""
         return self._as_shards(super().state(saving))
 
     def _as_shards(self, tree: Mapping) -> dict:
@@ -115,14 +117,14 @@ class SplitStages(Stages):
         )
 
     def layout(self) -> dict:
-        """Return what `Stages.layout` does, with the split, and with a value for every rank.
+        """Return the result of `Stages.layout`, with `split`, and with values for all ranks.
 
         Collective.
         """
         mine = super().layout()
 
         def together(everyone: list) -> dict:
-            each = everyone[: self.ways]  # the ranks with the first layers, one of each pipeline
+            each = everyone[: self.ways]  # one rank of each pipeline
             found = dict(each[0])
             for name in _BY_RANK:
                 rows = zip(*(one[name] for one in each), strict=True)
@@ -135,7 +137,7 @@ class SplitStages(Stages):
         return run_on_all(self.comm, "md.train: layout", lambda: mine, together)
 
     def digest(self) -> str:
-        """Return the SHA-256 digest of all parameters, which are whole arrays in it. Collective."""
+        """Return the SHA-256 digest of all parameters as whole arrays. Collective."""
         return digest_of_parts(self.comm, self._as_shards(self.parameters))
 
     def close(self) -> None:
@@ -143,7 +145,7 @@ class SplitStages(Stages):
         super().close()
         for comm in (self.sharers, self.pipeline):
             if of(comm).failed:
-                return  # messages may be on their way
+                return  # after an error, messages may still be on their way, so nothing is freed
             free(comm)
             comm.Free()
 

@@ -1,1 +1,1 @@
-"""The settings of pipelines, and what they decide before a run: cuts, and ranks of stages."""
+"""The settings of the strategy `Pipeline`, and the choice of its cuts and of the stages' ranks."""

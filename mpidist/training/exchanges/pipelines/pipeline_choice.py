@@ -1,8 +1,8 @@
-"""What `Pipeline` finds out before a run: where to cut the model, from rank 0's measurements.
+"""Choose where `Pipeline` cuts the model, before a run; and compute figures of its schedule.
 
-With ``cuts="auto"``, a new run measures the layers. A resumed run reads from its checkpoint which
-cuts the last run had, from which profile they came, and how long its stages took; `recut` says
-whether the cuts stay. All ranks use what rank 0 has read and measured.
+With ``cuts="auto"``, a new run measures the layers. A resumed run reads from its checkpoint the
+cuts of the last run, the profile from which they were chosen, and how long the stages took. `recut`
+decides whether the cuts stay. Rank 0 reads and measures, and all ranks use its results.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ....pipeline.stage_contract import checked_arrays
 from ....runtime.agreement.run_on_all import run_on_all
 from ....runtime.polling import phase
 
-#: Most actions, times ranks, that are simulated at the end of a run.
+#: At the end of a run, a schedule is simulated only if actions times ranks are at most this number.
 _MOST_SIMULATED = 500_000
 #: The entry of a checkpoint with the cuts and times of a run.
 ENTRY = "pipeline"
 
 
 def last_run(comm, store, resume: bool | str) -> dict | None:
-    """Return what the newest checkpoint tells about its pipeline; None if nothing. Collective."""
+    """Return the pipeline's entry in the newest checkpoint; None if there is none. Collective."""
     path = getattr(store, "path", None)
     reads = comm.rank == 0 and path is not None and resume not in (False, "fresh")
 
@@ -42,10 +42,10 @@ def last_run(comm, store, resume: bool | str) -> dict | None:
 def choose_cuts(
     comm, model, parts: int, samples: int, last: Mapping[str, Any] | None, measuring: int = 1
 ) -> CutChoice:
-    """Return where to cut a model for `parts` parts. Collective.
+    """Choose where to cut a model into `parts` parts. Collective.
 
-    `last` is from `last_run`. If it tells nothing, the first `measuring` ranks measure the model
-    together, if they share layers.
+    `last` is the result of `last_run`. If it has no suitable profile, the first `measuring` ranks
+    measure the layers together; `measuring` is more than 1 if ranks share layers.
     """
     known = choose_again(last, len(model.layers), parts, samples) if last and parts > 1 else None
     if known and comm.rank == 0 and events.VERBOSITY:
@@ -66,9 +66,9 @@ def choose_cuts(
 
 
 def mean_time(grid: PipelineGrid, times: Sequence[Mapping], chunk: int, kinds: str) -> float | None:
-    """Return the mean seconds of these kinds of computations in a chunk; None if there were none.
+    """Return the mean seconds of the `kinds` of computations in a chunk; None if there were none.
 
-    `times` are those of all ranks, see `Stage.mean_times`.
+    `times` has the result of `Stage.mean_times` for each rank.
     """
     stage = grid.ranks_of(chunk % grid.stages)
     known = [times[rank] for rank in stage if (chunk, kinds[0]) in times[rank]]
@@ -78,15 +78,15 @@ def mean_time(grid: PipelineGrid, times: Sequence[Mapping], chunk: int, kinds: s
 
 
 def chunk_seconds(grid: PipelineGrid, times: Sequence[Mapping]) -> list[float | None]:
-    """Return how long a microbatch was in each chunk, forward and backward."""
+    """Return the mean seconds of a microbatch in each chunk, forward and backward together."""
     return [mean_time(grid, times, c, F + B + I + W) for c in range(grid.stages * grid.chunks)]
 
 
 def simulated_bubble(grid: PipelineGrid, times: Sequence[Mapping], steps: int) -> float | None:
-    """Return the idle share of a grid's schedule with the mean times of all ranks.
+    """Simulate a grid's schedule with the mean times of all ranks; return the idle share.
 
-    None if nothing was computed, or if the simulation would take seconds. With "pipedream", a few
-    of the `steps` are simulated, because the pipeline is not emptied between them.
+    Returns None if nothing was computed, or if the simulation would take seconds. With "pipedream",
+    several of the `steps` are simulated, because the pipeline is not emptied between steps.
     """
     lists = [grid.actions(rank) for rank in range(grid.ranks)]
     if grid.in_rounds and grid.flush is None:

@@ -1,7 +1,8 @@
-"""Which rank of a job has which stage and replica: decided from the hosts and the bytes of a plan.
+"""Choose which rank of a job has which stage and replica, so that few bytes cross between hosts.
 
-Rank 0 measures the bytes, unless they are known from the choice of the cuts. On one host, and for
-models that cannot be measured with random inputs, the ranks have the stages in their order.
+Rank 0 measures the bytes of the layers, unless they are known from the choice of the cuts. On one
+host, and for models that cannot be measured with random inputs, the ranks are numbered stage by
+stage.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from ....runtime.topology import topology_of
 def order_of_ranks(
     comm, model, grid: PipelineGrid, choice: CutChoice, samples: int
 ) -> list[int] | None:
-    """Return the rank of each slot of the grid, or None if the ranks stay in order. Collective.
+    """Return the rank of each slot of the grid; None if slot k is on rank k. Collective.
 
-    `samples` are those of a microbatch.
+    A slot is a replica of a stage. `samples` is the number of samples of a microbatch.
     """
     topology = topology_of(comm, faked_nodes(comm))
     if topology.nodes == 1:
@@ -32,7 +33,7 @@ def order_of_ranks(
 
     def local() -> list[int] | None:
         rows = [list(row) for row in choice.layers]
-        # A model whose inputs cannot be random, or a layer that rejects them: nothing is known.
+        # If the model cannot be measured with random inputs, the bytes stay unknown.
         with suppress(Exception):
             if not rows and comm.rank == 0:
                 rows = profile_rows(measure(model, random_batch(model, samples), repeats=1))
@@ -52,7 +53,7 @@ def order_of_ranks(
 
 def links_of(grid: PipelineGrid, rows: list) -> dict:
     """Return the bytes between slots, from the profile of the layers, see `slot_links`."""
-    # The gradient of an output has its size.
+    # The gradient of an output has the same size as the output.
     cuts = [2 * rows[end - 1][2] for end in grid.cuts]
     sums = [0.0] * grid.stages
     for chunk, (start, stop) in enumerate(pairwise([0, *grid.cuts, grid.layers])):

@@ -16,36 +16,40 @@ from ...checks import expect, is_whole_number
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Each rank has some layers of the model; `microbatches` of `md.train` pass through the ranks.
+    """Each rank has some layers of the model, and the microbatches of a batch pass through them.
 
-    The model is a chain of layers, such as `mpidist.models.Network`. The parameters have the bits
-    of `AllReduce` with the same number of microbatches.
+    The model is a list of layers, such as `mpidist.models.Network`. The argument `microbatches` of
+    `md.train` is required. The trained parameters have the same bits as with `AllReduce` and the
+    same number of microbatches.
 
     Parameters
     ----------
     stages : int, optional
-        The number of parts in a row; by default as many as `cuts` or `replicas` say, or the ranks.
+        The number of stages. By default, it follows from `cuts` or `replicas`, or each rank has a
+        stage of its own.
     cuts : sequence of int or "auto"
-        How many layers are before each cut: ``[4, 8]`` cuts 12 layers into 1-4, 5-8 and 9-12. With
-        "auto", rank 0 measures the layers, and the slowest stage is made as fast as possible.
+        The number of layers before each cut: ``[4, 8]`` cuts 12 layers into 1-4, 5-8 and 9-12. With
+        "auto", rank 0 measures the layers, and the cuts are chosen so that the slowest stage takes
+        the least time.
     replicas : sequence of int, optional
-        The number of ranks of each stage, such as ``[3, 1]``; by default the ranks divided by the
-        stages.
+        The number of ranks of each stage, such as ``[3, 1]``. By default, all stages have the same
+        number of ranks.
     schedule : str
         "1f1b", "gpipe", "zero_bubble" or "interleaved", see docs/pipelines.md. With "pipedream",
-        each microbatch is an update, so the bits depend on the number of stages.
+        the optimizer makes several updates in a step, so the bits depend on stages and replicas.
     chunks : int
         The number of parts of each stage, for "interleaved".
     flush : int, optional
-        For "pipedream": after each `flush` microbatches, all stages finish them before the next one
-        enters. They do so before each checkpoint in any case. A multiple of all replicas.
+        For "pipedream": after each `flush` microbatches, all stages finish these microbatches
+        before the next one enters. `flush` must be a multiple of each number in `replicas`. Before
+        each checkpoint, all microbatches are finished in any case.
     split : mapping of str to str, optional
-        Dense layers that several ranks share, by name, such as ``{"dense2": "columns"}``: each rank
+        Names of dense layers that several ranks share, such as ``{"dense2": "columns"}``: each rank
         has some "columns" or "rows" of the weights, see `md.models.SplitDense`.
     split_ranks : int, optional
-        The number of ranks that share these layers. There are so many pipelines beside each other,
-        so the job has as many ranks as the stages and replicas say, times `split_ranks`. By default
-        all ranks of a stage, or of each of its `replicas`.
+        The number of ranks that share these layers. The job then needs `split_ranks` times as many
+        ranks as without `split`. By default, all ranks of a stage share the layers; if `replicas`
+        is given, all ranks of a replica share them.
     """
 
     stages: int | None = None
@@ -59,7 +63,7 @@ class Pipeline:
     in_parts: ClassVar[bool] = True  # no rank makes the parameters of the whole model
     takes_microbatches: ClassVar[bool] = True
     has_replicas: ClassVar[bool] = True
-    reads_last_run: ClassVar[bool] = True  # `open` takes the store
+    reads_last_run: ClassVar[bool] = True  # `open` takes the arguments `store` and `resume`
 
     def __post_init__(self):
         look_up(SCHEDULES, self.schedule, "schedule")
@@ -91,7 +95,7 @@ class Pipeline:
         return size
 
     def _ways(self, size: int) -> int:
-        """Return how many of `size` ranks share a layer that is split; 1 without a split."""
+        """Return how many of `size` ranks share each split layer; 1 without `split`."""
         if self.split is None:
             return 1
         stages = self.stages or (0 if self.cuts == "auto" else self._parts(1) // self.chunks)
@@ -106,7 +110,7 @@ class Pipeline:
         return (self.stages or several) * self.chunks
 
     def check_run(self, size: int | None, model, optimizer, microbatches: int | None) -> None:
-        """Raise ConfigError if a run on `size` ranks is not possible; None if it is not known."""
+        """Raise ConfigError if a run on `size` ranks is not possible; None if `size` is unknown."""
         layers, cuts = len(check_layers(model)), self.cuts
         if size is None:
             several = sum(self.replicas) if self.replicas is not None else None
@@ -131,8 +135,8 @@ class Pipeline:
             check_layers_of_split(model, optimizer, self.split, ways)
         if "clip_norm" in (getattr(optimizer, "settings", None) or {}):
             raise ConfigError(
-                "clip_norm is a norm over all layers, and each stage has only some; leave it out, "
-                "or use md.AllReduce()"
+                "clip_norm is a norm over all layers, and each stage has only some of them; leave "
+                "it out, or use md.AllReduce()"
             )
 
     def _grid(self, layers: int, cuts, size: int, microbatches: int | None):
