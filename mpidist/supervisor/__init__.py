@@ -1,8 +1,8 @@
 """`mpidist launch`: start a job, notice that it died or hangs, and start it again.
 
 An attempt is one start of the program on all ranks. The module `attempts` starts one attempt after
-the other. `policy` decides what follows an attempt, by pure functions. `liveness` and `deaths`
-notice that ranks have died or hang. `one_attempt` watches one attempt, and `growth` lets it hand
-its run over to an attempt with more ranks. `history` is the record of all attempts. `commands` and
-`hosts` make the command line of the next start.
+another. `one_attempt` watches one attempt. `policy` decides by pure functions what to do after an
+attempt. `liveness` and `deaths` notice that ranks have died or hang. `growth` passes the run of one
+attempt on to an attempt with more ranks. `history` is the record of all attempts. `hosts` chooses
+the hosts of the next attempt, and `commands` makes its command line.
 """

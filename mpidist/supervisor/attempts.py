@@ -103,17 +103,18 @@ def run(job: LaunchedJob) -> int:
     finally:
         shared.requests.close()
         remove_memory_folder(job, memory, action is not None and action.code == 0, place.hosts)
-        # A signal that came while this function ended asks for a stop that has happened already.
-        # Such a signal must not end this process before the exit code is returned.
+        # A signal that came at the end of this function asks for a stop, but the job has already
+        # stopped. The signal must not end this process before the exit code is returned.
         while signal.sigtimedwait(HEARD, 0):
             pass
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _with_ready_ranks(growth: Growth, action: Action) -> Action:
-    """Return the action to take; it differs from `action` if an attempt is ready to take over."""
+    """Return the next action: `action`, unless an attempt with more ranks is ready to take over."""
     if not growth.gone and action.what == "relaunch" and not action.pause:
-        growth.take_over(heartbeat.IN_STORE)  # the old ranks have ended before they were asked
+        # The old ranks have ended before they were asked for their state.
+        growth.take_over(heartbeat.IN_STORE)
     if not growth.gone:
         return action
     return Action("relaunch", 0, "which were ready", growth.new.ranks)
@@ -123,7 +124,7 @@ def _finish(job: LaunchedJob, action: Action) -> int:
     if action.what == "requeue":
         done = subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
         if done.returncode:
-            print_line("scontrol requeue failed; exit code 75 says that the job is not finished")
+            print_line("scontrol requeue failed; exit code 75 means that the job is not finished")
     if action.code == 0:
         remove_control_folder(job.folder)
     else:
@@ -132,11 +133,11 @@ def _finish(job: LaunchedJob, action: Action) -> int:
 
 
 def _asked_within(seconds: float) -> bool:
-    """Wait before the next attempt; return whether a signal asked for a stop meanwhile."""
+    """Wait before the next attempt; return whether a signal has asked for a stop in this time."""
     return signal.sigtimedwait((*ASK, signal.SIGINT, signal.SIGHUP), seconds) is not None
 
 
-# ------------------------------------------------------------------------------------- telling
+# ------------------------------------------------------------------------------------ messages
 
 
 def _tell(known_as: int, attempts: Sequence[Attempt], action: Action, fewer_hosts: int) -> None:

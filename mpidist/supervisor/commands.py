@@ -25,14 +25,16 @@ from ..launch.launchers import (
     launcher_version,
 )
 
-#: Node states in which Slurm starts nothing. A ``*`` after a state means a node without answer.
+#: Beginnings of the names of node states in which Slurm starts no process on the node. A ``*``
+#: after a state means that the node does not answer.
 _AWAY = ("down", "drain", "fail", "maint", "unk", "power", "no_respond", "boot")
 
-#: The option with which ranks go on after a death.
+#: The option of Open MPI's launcher with which the living ranks go on after a death.
 SURVIVE = "--with-ft", "ulfm"
 
-#: What lets srun, also that of Open MPI's launcher, begin a job step beside others. The step of an
-#: earlier attempt lasts as long as Slurm waits for a lost host, and keeps the cores of all hosts.
+#: The variable with which srun begins a job step although other steps use the same cores; Open
+#: MPI's launcher calls srun, too. If a host is lost, the step of an earlier attempt lasts until
+#: Slurm gives the host up, and occupies the cores of all hosts until then.
 BESIDE_OTHERS = {"SLURM_OVERLAP": "1"}
 
 #: The first command in the shell of a rank. Open MPI's component for one-sided transfers over
@@ -68,10 +70,10 @@ def command(
     words : sequence of str
         The words of the user's launcher command; empty for the launcher of this Python interpreter.
     hosts : mapping, optional
-        The hosts, and how many ranks each can run. With None, the launcher chooses the hosts.
+        The hosts, and how many ranks each host can run. With None, the launcher chooses the hosts.
     restricted : bool
-        Whether to give the names of the hosts to the launcher, because it knows more hosts than it
-        may use.
+        Whether the command line names the hosts. This is needed if the launcher knows more hosts
+        than it may use.
     """
     if not words and hosts is None:
         return launcher_command(ranks)
@@ -81,7 +83,7 @@ def command(
 
 
 def surviving(words: Sequence[str]) -> list[str]:
-    """Return a launcher's command line with the option by which living ranks go on after a death.
+    """Add to a launcher's command line the option with which living ranks go on after a death.
 
     Raises
     ------
@@ -103,14 +105,14 @@ def surviving(words: Sequence[str]) -> list[str]:
 
 
 def printed_version(launcher: str) -> str:
-    """Return the text of ``launcher --version``, or "" if it cannot be run."""
+    """Return the output of ``launcher --version``, or "" if the launcher cannot be run."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return launcher_version(shutil.which(launcher) or launcher)
     return ""
 
 
 def again(ranks: int, started_by: str, library: str, crowded: bool) -> list[str]:
-    """Return the words of a command that starts a job again by the same launcher on `ranks` ranks.
+    """Return the words of a command that starts `ranks` ranks with the same launcher.
 
     Parameters
     ----------
@@ -128,7 +130,8 @@ def again(ranks: int, started_by: str, library: str, crowded: bool) -> list[str]
         return []
     family, _, version = library.rpartition(" ")
     major = version.partition(".")[0]
-    kind = {"Open MPI": "openmpi", "MPICH": "mpich"}.get(family)  # others have other options
+    # Other MPI libraries have other options.
+    kind = {"Open MPI": "openmpi", "MPICH": "mpich"}.get(family)
     more = crowding(kind, int(major)) if crowded and kind and major.isdecimal() else []
     return [callable_as("mpirun"), *more, "-n", str(ranks)]
 
@@ -146,8 +149,8 @@ def callable_as(program: str) -> str:
 def quick_start(kind: str, launcher: str, environ: Mapping[str, str]) -> str:
     """Return a shell command that avoids a needless wait in Open MPI's MPI_Init, or "".
 
-    The command switches off one of Open MPI's transports, if all ranks are on one host. The result
-    is "" for launchers of other MPI libraries, and if the user has chosen the transports in a
+    The command switches off one of Open MPI's transports if all ranks are on one host. The result
+    is "" for launchers of other MPI libraries, or if the user has chosen the transports in a
     configuration file. If the user has chosen the transports by an environment variable or an
     option, the command changes nothing.
     """
@@ -171,8 +174,8 @@ def _host_words(kind: str, hosts: Mapping[str, int]) -> list[str]:
     if kind == "srun":
         return [f"--nodelist={','.join(hosts)}", f"--nodes={len(hosts)}"]
     raise ConfigError(
-        "mpidist launch can name hosts to Open MPI's and MPICH's mpiexec and to srun only; leave "
-        "--hosts out, or give one of these as --launcher"
+        "mpidist launch can pass hosts only to Open MPI's and MPICH's mpiexec and to srun; leave "
+        "--hosts out, or give one of these launchers as --launcher"
     )
 
 
@@ -188,10 +191,10 @@ def parse_hosts(text: str) -> dict[str, int]:
 
 
 def named_like(host: str, hosts: Collection[str]) -> str:
-    """Return the entry of `hosts` that is the same host as `host`, or "" for none. Pure.
+    """Return the entry of `hosts` that is the same host as `host`; "" if there is none. Pure.
 
-    Only the names before the first dot are compared. The result is "" too if `hosts` has fewer than
-    two entries, because a job cannot leave out its only host.
+    Only the part of a name before the first dot is compared. The result is also "" if `hosts` has
+    fewer than two entries, because a job cannot leave out its only host.
     """
     own = host.partition(".")[0]
     alike = [name for name in hosts if host and name.partition(".")[0] == own]
@@ -201,11 +204,12 @@ def named_like(host: str, hosts: Collection[str]) -> str:
 def host_test(host: str, words: Sequence[str], by_slurm: bool) -> list[str]:
     """Return a command that starts the program `true` on `host`.
 
-    `by_slurm`: use a step of this Slurm job, and not the launcher, which starts ten times slower.
+    With `by_slurm`, the command is a step of this Slurm job instead of a start of the launcher,
+    which would take ten times as long.
     """
     if not by_slurm:
         return [*command(1, words, {host: 1}, restricted=True), "true"]
-    # The step takes nothing from the steps that the killed launcher may still have there.
+    # The step needs no resources, because steps of a killed launcher may still occupy the host.
     sharing = ("--overlap", "--mem=0", "--gres=none", "--mpi=none")
     return ["srun", *sharing, "--nodes=1", "--ntasks=1", f"--nodelist={host}", "true"]
 
@@ -225,7 +229,7 @@ def slurm_hosts(environ: Mapping[str, str]) -> dict[str, int] | None:
 
 
 def slurm_left(environ: Mapping[str, str]) -> list[str]:
-    """Return the hosts that the Slurm allocation has now, without nodes that went down."""
+    """Return the hosts that still belong to the Slurm allocation; lost nodes are left out."""
     nodes = _ask(["squeue", "-h", "-j", environ["SLURM_JOB_ID"], "-o", "%N"]).strip()
     return _ask(["scontrol", "show", "hostnames", nodes]).split()
 
@@ -235,8 +239,8 @@ def slurm_environ(
 ) -> dict[str, str]:
     """Return the variables that Slurm would set if only the hosts in `left` were allocated. Pure.
 
-    srun and Open MPI's mpirun read such variables, and fail if a variable contains a host that is
-    no longer in the allocation.
+    srun and Open MPI's mpirun read these variables, and fail if they name a host that is no longer
+    in the allocation.
     """
     if list(hosts) == list(left):
         return {}
@@ -250,7 +254,7 @@ def slurm_environ(
 
 
 def slurm_away(hosts: Sequence[str]) -> set[str]:
-    """Return those of `hosts` on which Slurm starts no process now.
+    """Return the members of `hosts` on which Slurm starts no process now.
 
     Such a host is, for example, down or drained, or does not answer.
     """
@@ -263,7 +267,7 @@ def slurm_away(hosts: Sequence[str]) -> set[str]:
 
 
 def slurm_doors(hosts: Sequence[str]) -> dict[str, tuple[str, int]]:
-    """Return the address and the port on which Slurm's daemon listens on each of `hosts`."""
+    """Return, for each host, the address and the port on which its Slurm daemon listens."""
     listed = "NodeHost:255,NodeAddr:255,Port:20"
     said = _ask(["sinfo", "-h", "-N", "-n", ",".join(hosts), "-O", listed])
     lines = (line.split() for line in said.splitlines())

@@ -46,9 +46,9 @@ class Deaths:
                 self.watch_process(sign.pid, partial(_is_born_at, sign.pid, sign.born))
 
     def watch_process(self, pid: int, is_ours: Callable[[], bool]) -> bool:
-        """Begin to watch a process of this host; return whether it still is a rank.
+        """Begin to watch a process of this host, if it is a rank; return whether it is one.
 
-        `is_ours` says whether the process with this number is a rank.
+        ``is_ours()`` must return whether the process that now has the number `pid` is a rank.
         """
         if pid in self._seen:
             return True
@@ -58,7 +58,8 @@ class Deaths:
             return False
         except (OSError, AttributeError):
             return is_ours()
-        if not is_ours():  # asked while the handle is open: now the number cannot be reused
+        # The handle is open now, so the process number cannot pass to another process.
+        if not is_ours():
             os.close(handle)
             return False
         self._seen.add(pid)
@@ -76,7 +77,7 @@ class Deaths:
                 signal.pthread_kill(self._caller, signal.SIGCHLD)
 
     def kill(self, only: Collection[int] | None = None) -> None:
-        """Kill the watched ranks that still run, or those with a process ID in `only`."""
+        """Kill the watched ranks that still run; with `only`, only those with these process IDs."""
         for handle, pid in [*self._pids.items()]:
             if only is not None and pid not in only:
                 continue

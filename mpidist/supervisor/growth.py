@@ -1,11 +1,11 @@
-"""The launcher's half of a hand-over: an attempt with more ranks gets ready while one trains.
+"""The launcher's part in a hand-over: an attempt with more ranks starts while the old one trains.
 
     old attempt   trains ............... last step, state ....... leaves
     launcher      starts   ready: asks                     decides
     new attempt   . . . gets ready, waits . . . . . . . . . . . . restores, trains
 
-As long as the launcher has not decided, the old attempt has the run, and the new one can be given
-up at any time. The ranks' half is `fault_tolerance.hand_over`.
+Until the launcher has decided, the old attempt owns the run, and the launcher can end the new
+attempt at any time. `fault_tolerance.hand_over` has the ranks' part in the hand-over.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from typing import Generic, Protocol, TypeVar
 from ..launch import heartbeat
 from ..launch.heartbeat import Sign
 
-#: Seconds between two looks for the state of the old ranks, while they are asked for it.
+#: Seconds between two checks whether the old ranks have handed over their state.
 EVERY = 0.002
-#: Seconds that the old ranks have to leave, once the new ones go on.
+#: Seconds in which the old ranks must end after the new ranks have taken over.
 LEAVE = 15.0
 
 
 class Waiting(Protocol):
-    """An attempt that gets ready: a `RunningAttempt`. `pending` is a signal for it, for later."""
+    """An attempt that is starting: the part of `RunningAttempt` that `Growth` uses.
+
+    `pending` is a signal that came while the attempt waited, and that it must handle later.
+    """
 
     folder: Path
     ranks: int
@@ -38,7 +41,7 @@ class Waiting(Protocol):
         """The heartbeats of its ranks."""
 
     def fault(self, now: float) -> str:
-        """Return the reason for which it cannot go on, or ""."""
+        """Return the reason for which the attempt must be given up; "" if there is none."""
 
     def end(self) -> None:
         """End all its processes."""
@@ -48,10 +51,11 @@ W = TypeVar("W", bound=Waiting)
 
 
 class Growth(Generic[W]):
-    """A hand-over of the run in `folder` of the old attempt to the `new` one, which waits.
+    """A hand-over of the old attempt's run to the `new` attempt, which waits for it.
 
-    `more` is how many ranks more the user has asked for. `asked`: whether the old ranks have been
-    asked for their state. `gone`: whether the launcher has decided that the new ranks go on.
+    `folder` is the folder of the old attempt. `more` is the number of additional ranks that the
+    user has asked for. `asked` says whether the old ranks have been asked for their state. `gone`
+    says whether the launcher has decided that the new ranks continue the run.
     """
 
     def __init__(self, folder: Path, new: W, more: int):
@@ -59,7 +63,7 @@ class Growth(Generic[W]):
         self.asked = self.gone = False
 
     def look(self, old: Sequence[Sign], now: float) -> str:
-        """Ask for the state if the new ranks are ready; return why they are given up, or "".
+        """Ask for the state if the new ranks are ready; return why to give them up, or "".
 
         `old` are the heartbeats of the old ranks.
         """
@@ -67,21 +71,22 @@ class Growth(Generic[W]):
             return ""
         if why := self.new.fault(now):
             return why
-        # Old ranks that have left their loop are about to end, and the signal that asks them would
-        # end whatever they still do.
+        # The file CAN exists only while the old ranks are in their loop. Afterwards they must not
+        # be asked, because the signal that asks them would interrupt their last work.
         ready = heartbeat.has(self.new.folder, heartbeat.READY)
         if not self.asked and ready and heartbeat.has(self.folder, heartbeat.CAN):
             where = heartbeat.IN_STORE
-            if len(self.new.signs) == self.new.ranks:  # some may not be seen here yet
+            # The heartbeats of some new ranks may not be visible here yet.
+            if len(self.new.signs) == self.new.ranks:
                 where = place_of_state(old, self.new.signs)
             (self.folder / heartbeat.ASKED).write_text(where, encoding="utf-8")
             self.asked = True
         return ""
 
     def listen(self, numbers: Collection[int], seconds: float):
-        """Wait for a signal, as `signal.sigtimedwait` does, but decide as soon as it can be done.
+        """Wait for a signal, as `signal.sigtimedwait` does; decide as soon as the state is there.
 
-        Returns after `seconds`, or when a decision was made.
+        Returns the signal, or None after `seconds` or when the decision was made.
         """
         if not self.asked or self.gone:
             return signal.sigtimedwait(numbers, seconds)
@@ -99,23 +104,24 @@ class Growth(Generic[W]):
         return False
 
     def take_over(self, where: str) -> bool:
-        """Let the new ranks go on, from the state in `where`; return whether they do."""
+        """Decide that the new ranks continue from the state in `where`; return whether they do."""
         if not self.gone and not self.new.fault(time.monotonic()):
             self.gone = heartbeat.make_decision(self.folder, where)
         return self.gone
 
     def call_off(self) -> bool:
-        """Let the old ranks keep the run and end the new ones, if it is not too late."""
+        """End the new ranks, so that the old ranks keep the run; return False if it is too late."""
         if self.gone:
             return False
         if self.asked:
-            with suppress(OSError):  # then the old ranks make it, when they have waited in vain
+            # If this fails, the old ranks make the decision after they have waited too long.
+            with suppress(OSError):
                 heartbeat.make_decision(self.folder, heartbeat.KEPT)
         self.new.end()
         return True
 
 
 def place_of_state(old: Sequence[Sign], new: Sequence[Sign]) -> str:
-    """Return where the old ranks leave the state: in memory, if all ranks share it. Pure."""
+    """Return where the old ranks leave the state: in memory if all ranks are on one host. Pure."""
     hosts = {sign.host for sign in (*old, *new)}
     return heartbeat.IN_MEMORY if len(hosts) == 1 else heartbeat.IN_STORE

@@ -1,6 +1,6 @@
-"""The control folder of `mpidist launch`: its attempts, and what has become of them.
+"""The control folder of `mpidist launch`: the record of all attempts and their results.
 
-``history.jsonl`` has one line for each attempt and decision. A requeued job reads it again.
+The file ``history.jsonl`` has one line for each attempt and decision. A requeued job reads it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def note_event(folder: Path, kind: str, facts: dict) -> None:
     try:
         with (folder / "history.jsonl").open("a+b") as file:
             file.seek(0)
-            # Remove half a line of a killed launcher, which would make this line unreadable too.
+            # A killed launcher may have left an incomplete line. It is removed, because it would
+            # make the new line unreadable.
             file.truncate(file.read().rfind(b"\n") + 1)
             file.write(line.encode())
     except OSError as error:  # a full disk must not end a job that can go on without a history
@@ -35,9 +36,9 @@ def next_attempt(folder: Path, known: int) -> int:
     """Return the number of the next attempt, if ``history.jsonl`` has `known` attempts.
 
     If `mpidist launch` was killed, its last attempt has a folder, but is not in ``history.jsonl``.
-    This function marks an attempt of a killed `mpidist launch` as over, so that the ranks of this
-    attempt end. Old attempts are marked as over because a requeued job may start on another host,
-    where nothing shows whether the old processes still run.
+    This function marks such an attempt as over, so that its ranks end. All earlier attempts are
+    marked as over, because a requeued job may start on another host, where it cannot find out
+    whether the old processes still run.
 
     Raises
     ------
@@ -48,7 +49,7 @@ def next_attempt(folder: Path, known: int) -> int:
         name = ""
         with contextlib.suppress(OSError):
             name = (attempt / heartbeat.LAUNCHER_FILE).read_text(encoding="utf-8")
-        # If the attempt is over, its launcher may wait before it begins the next one.
+        # If the attempt is over, its launcher may be waiting before it begins the next attempt.
         ended = name == heartbeat.launcher_id() and (attempt / heartbeat.OVER).exists()
         if heartbeat.is_at_work(name, elsewhere=False) and not ended:
             raise ConfigError(
@@ -95,7 +96,7 @@ def read_history(folder: Path) -> list[Attempt]:
     except FileNotFoundError:
         return []
     try:
-        # A launcher that was killed while it wrote has left half a line, which does not count.
+        # A launcher that was killed while it wrote has left an incomplete line, which is ignored.
         events = [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
         return [
             Attempt(**{name: facts[name] for name in Attempt._fields if name in facts})

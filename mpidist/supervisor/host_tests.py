@@ -1,14 +1,17 @@
-"""Test which hosts can start a program now, without waiting long for those that cannot.
+"""Test which hosts can start a program now, without waiting long for hosts that cannot.
 
 If a host is switched off, or its daemon has died, a launcher waits for it, often for minutes. Such
-a host looks like a slow one. So the time of the other hosts limits how long each host gets:
+a host cannot be told from a slow host. So the time limit for a host depends on how fast the program
+has ended without an error on half of the hosts: it is 10 times this time (`TIMES`), but at least
+3 s (`LEAST`):
 
     n1  0.2 s   ends well
     n2  0.3 s   ends well
-    n3  0.2 s   ends well     half of the hosts have ended well after 0.2 s, so all others have
-    n4  ...     is silent     3 s (`LEAST`), and would have 10 s (`TIMES`) if they had needed 1 s
+    n3  0.2 s   ends well     half of the hosts have needed 0.2 s, so the limit is 3 s
+    n4  ...     is silent     n4 has not ended after 3 s
 
-A host that fails a test is left out of one attempt only, since each attempt has its own tests.
+A host that fails the test is left out of only one attempt, because each attempt tests the hosts
+again.
 """
 
 from __future__ import annotations
@@ -22,13 +25,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ..launch.processes import Started
 
-#: Seconds that each host has to start a program and end it, as long as most hosts have not done so.
+#: The time limit in seconds for a host until the program has ended well on half of the hosts.
 PROBE = 20.0
-#: If half of the hosts have ended well, the others have this many times as long, and these seconds.
+#: Afterwards the limit is TIMES times the time of these hosts, but at least LEAST seconds.
 TIMES, LEAST = 10.0, 3.0
-#: How many hosts are tested at once.
+#: How many hosts are tested at the same time.
 _WIDTH = 64
-#: Seconds for a connection to a host: the refusal of a host that is there comes at once.
+#: Time limit in seconds for a connection to a host. A running host refuses a connection at once.
 _CONNECT = 0.5
 
 
@@ -53,18 +56,18 @@ def silent_hosts(
     environment: Mapping[str, str],
     doors: Mapping[str, tuple[str, int]] | None = None,
 ) -> list[str]:
-    """Return the hosts on which a short program does not end well in time.
+    """Return the hosts on which a short program does not end, or ends with an error, in time.
 
     Parameters
     ----------
     hosts : sequence of str
     words : callable
-        Returns the command that starts the program on a host.
+        ``words(host)`` returns the command that starts the program on a host.
     environment : mapping
         The environment of the command.
     doors : mapping, optional
-        Addresses and ports on which hosts must listen. A host that is there and refuses the
-        connection is silent, without any wait.
+        host -> the address and the port on which the host must listen. A running host that refuses
+        the connection counts as silent, and the program is not started there.
     """
     patience = _Patience(len(hosts))
 
@@ -83,7 +86,7 @@ def silent_hosts(
             patience.note(time.monotonic() - began)
             test.finish(0)
         else:
-            # To end the processes of a launcher that waits may take seconds.
+            # In a thread, because it may take seconds to end the processes of a waiting launcher.
             threading.Thread(target=test.finish, args=(0,), name="mpidist-host-test").start()
         return not well
 
@@ -97,6 +100,6 @@ def refuses(address: str, port: int) -> bool:
         socket.create_connection((address, port), _CONNECT).close()
     except ConnectionRefusedError:
         return True
-    except OSError:  # such as a host that is away: only the test itself can tell
+    except OSError:  # for example, the host does not answer; then only the test itself can decide
         return False
     return False

@@ -1,4 +1,4 @@
-"""The hosts for an attempt of `mpidist launch`: those that answer and do not fail too often."""
+"""Choose the hosts for an attempt of `mpidist launch`: they answer, and do not fail too often."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .policy import Attempt, Policy, left_out
 class LaunchedJob(NamedTuple):
     """A program, and how `mpidist launch` runs it.
 
-    `words`: the user's launcher command. `hosts`: the number of ranks on each host. `slurm`:
-    whether the hosts are those of a Slurm allocation. `elastic`: whether the ranks go on when one
-    of them dies. `notice`: a file or a command that says when the hosts will be taken away.
-    `hosts_from`: a command that prints the hosts of the next attempt.
+    `words` are the words of the user's launcher command. `hosts` has the number of ranks on each
+    host. `slurm` says whether the hosts belong to a Slurm allocation. `elastic` says whether the
+    living ranks go on when a rank dies. `notice` is a file or a command that announces that the
+    hosts will be taken away. `hosts_from` is a command that prints the hosts of the next attempt.
     """
 
     program: tuple[str, ...]
@@ -45,9 +45,9 @@ class LaunchedJob(NamedTuple):
 class AttemptPlace(NamedTuple):
     """The hosts of an attempt.
 
-    `hosts`: the number of ranks on each host, or None if the launcher chooses the hosts. `left`:
-    the hosts that the Slurm allocation still has. `named`: whether the command line of the launcher
-    contains the names of the hosts.
+    `hosts` has the number of ranks on each host, or is None if the launcher chooses the hosts.
+    `left` are the hosts that the Slurm allocation still has. `named` says whether the command line
+    of the launcher contains the names of the hosts.
     """
 
     hosts: dict[str, int] | None
@@ -65,18 +65,18 @@ def print_line(text: str) -> None:
 
 
 def grown(job: LaunchedJob, more: int) -> LaunchedJob:
-    """Return `job` with `more` ranks, but with no more than its hosts have room for."""
+    """Return `job` with `more` additional ranks, limited by the room on its hosts."""
     wanted = job.ranks + more
     ranks = min(wanted, max(job.ranks, sum(job.hosts.values()))) if job.hosts else wanted
     if ranks < wanted:
-        print_line(f"the hosts have room for {ranks} ranks, and not for {wanted}")
+        print_line(f"the hosts have room for only {ranks} of {wanted} ranks")
     return job._replace(ranks=ranks)
 
 
 def with_todays_hosts(job: LaunchedJob) -> LaunchedJob:
-    """Return `job` with the hosts that its command prints now, if it has one.
+    """Return `job` with the hosts that its command `hosts_from` prints now, if it has one.
 
-    If the command fails in a later attempt, the hosts stay what they are.
+    If the command fails in a later attempt, the hosts do not change.
 
     Raises
     ------
@@ -95,7 +95,7 @@ def with_todays_hosts(job: LaunchedJob) -> LaunchedJob:
         line = f"--hosts-from {text!r}: expected one HOST:RANKS on each line; {error}"
         if job.hosts is None:
             raise ConfigError(" ".join(line.split())) from None
-        print_line(" ".join(f"{line}; the hosts of before are used".split()))
+        print_line(" ".join(f"{line}; the previous hosts are used".split()))
         return job
     if hosts != job.hosts and job.hosts is not None:
         print_line(f"hosts: {', '.join(f'{host}:{count}' for host, count in hosts.items())}")
@@ -103,7 +103,7 @@ def with_todays_hosts(job: LaunchedJob) -> LaunchedJob:
 
 
 def all_hosts(job: LaunchedJob) -> AttemptPlace:
-    """Return all hosts of the job, of which none is tested."""
+    """Return all hosts of the job, without a test."""
     return AttemptPlace(job.hosts, tuple(job.hosts or ()), named=not job.slurm)
 
 
@@ -114,10 +114,10 @@ def usable(job: LaunchedJob, before: AttemptPlace, unstarted: bool = False) -> A
     ----------
     job : LaunchedJob
     before : AttemptPlace
-        The hosts of the attempt before.
+        The hosts of the previous attempt.
     unstarted : bool
-        Whether the launcher has started nothing in the attempt before. Then each host is also
-        tested by the launcher itself, which may fail on a host on which Slurm does not.
+        Whether the launcher has started no process in the previous attempt. Then each host is also
+        tested by the launcher itself, which may fail on a host where a Slurm step works.
     """
     if job.hosts is None or len(job.hosts) < 2:
         return all_hosts(job)
@@ -145,7 +145,7 @@ def usable(job: LaunchedJob, before: AttemptPlace, unstarted: bool = False) -> A
 
 
 def _silent(job: LaunchedJob, hosts: list[str], left: list[str], unstarted: bool) -> list[str]:
-    """Return those of `hosts` that do not answer; `left` are the hosts of the allocation."""
+    """Return the members of `hosts` that do not answer; `left` are the allocation's hosts."""
     silent: list[str] = []
     for by_slurm in (True, False) if job.slurm and unstarted else (job.slurm,):
         words = partial(commands.host_test, words=job.words, by_slurm=by_slurm)
@@ -153,8 +153,9 @@ def _silent(job: LaunchedJob, hosts: list[str], left: list[str], unstarted: bool
         silent += run_on_hosts(job, asked, words, left)
     if len(silent) < len(hosts):
         return silent
-    if hosts:  # the host of `mpidist launch` is there, so the test itself does not work
-        print_line("no host answers, so all are used")
+    # No host answers, but the host of `mpidist launch` surely runs. So the test itself fails.
+    if hosts:
+        print_line("no host answers, so all hosts are used")
     return []
 
 
@@ -164,10 +165,10 @@ def run_on_hosts(
     words: Callable[[str], Sequence[str]],
     left: list[str] | None = None,
 ) -> list[str]:
-    """Run a command on each host at once; return the hosts on which it does not end well in time.
+    """Run a command on all hosts at the same time; return the hosts where it fails or takes long.
 
-    `words` returns the command for a host. `left`: the hosts of the Slurm allocation, if some of
-    the job's hosts are no longer among them.
+    ``words(host)`` returns the command. `left` is given if the Slurm allocation has lost some of
+    the job's hosts: the hosts that it still has.
     """
     environment = {**launch_environment(), **commands.BESIDE_OTHERS}
     doors = None
@@ -180,10 +181,11 @@ def run_on_hosts(
 
 
 def doubted(job: LaunchedJob, attempt: Attempt, place: AttemptPlace) -> Attempt:
-    """Return an attempt that has seemingly finished, as failed if one of its hosts is silent.
+    """Return `attempt`, but count it as failed if it seems finished and one of its hosts is silent.
 
-    Open MPI's launcher ends with exit code 0 if a host is lost, so this code proves nothing.
-    Heartbeats would show that the ranks have ended by themselves, but this program writes none.
+    If a host is lost, Open MPI's launcher ends with exit code 0, so this code proves nothing.
+    Heartbeats would show whether the ranks have ended by themselves, but the program of such an
+    attempt writes no heartbeats.
     """
     hosts = list(place.hosts or ())
     if not attempt.finished or attempt.told or len(hosts) < 2:
@@ -197,7 +199,7 @@ def doubted(job: LaunchedJob, attempt: Attempt, place: AttemptPlace) -> Attempt:
 def without_culprits(
     job: LaunchedJob, attempts: Sequence[Attempt], place: AttemptPlace
 ) -> AttemptPlace:
-    """Return the hosts of `place` without those on which the job fails again and again."""
+    """Return the hosts of `place`, except hosts on which the job fails again and again."""
     if not place.hosts:
         return place
     known = attempts, job.policy, job.ranks

@@ -13,13 +13,14 @@ from ..launch.heartbeat import Sign
 class Limits(NamedTuple):
     """Limits in seconds for the ranks and the launcher of an attempt.
 
-    `heartbeat`: the longest time without a heartbeat of a rank. `start`: the longest time until all
-    ranks have begun; with None, the limit is `START`, and applies only once a rank has begun.
-    `stall`: the longest time without a completed step; None for no limit. `grace`: the time that
-    ranks have to save and exit after a request to stop. `launcher`: the longest time until the
-    launcher starts any process, and also the longest time from the end of all ranks to the end of
-    the launcher. If `launcher` is None, the limit is `LAUNCHER`, but a launcher that queues, such
-    as srun, may start its processes at any time.
+    - `heartbeat`: the longest time without a heartbeat of a rank.
+    - `start`: the longest time until all ranks have begun. With None, the limit is `START`, counted
+      from the moment in which a rank has begun.
+    - `stall`: the longest time without a completed step; None for no limit.
+    - `grace`: the time in which ranks must save and exit after a request to stop.
+    - `launcher`: the longest time until the launcher starts any process, and also the longest time
+      from the end of all ranks to the end of the launcher. With None, the limit is `LAUNCHER`, but
+      there is no limit for the start if the launcher queues jobs, as srun does.
     """
 
     heartbeat: float = 60.0
@@ -33,18 +34,20 @@ class Limits(NamedTuple):
         return min(0.5, self.heartbeat / 4) + ranks / 500
 
 
-#: The default seconds until all ranks have begun, once one rank has.
+#: The default number of seconds in which all ranks must begin, after one rank has begun.
 START = 300.0
-#: Seconds that the launcher has to handle the death of a rank, or may itself be stopped.
+#: Seconds in which the launcher must handle the death of a rank, and for which the launcher itself
+#: may be stopped (SIGSTOP).
 DEAD = 10.0
-#: Seconds that a launcher which survives deaths has to end a rank's error or the whole job.
+#: With a launcher that survives deaths: seconds in which the job must end after a rank has ended
+#: with an error.
 ALONE = 3.0
-#: Seconds after which a launcher is ended that starts nothing, or does not end after its ranks.
+#: A launcher is killed if it starts no process, or does not end after its ranks, for these seconds.
 LAUNCHER = 30.0
 
 
 class Launcher(NamedTuple):
-    """Whether the launcher has started the program, and whether it is stopped (by SIGSTOP)."""
+    """Whether the launcher has started the program, and whether the launcher is stopped."""
 
     begun: bool = True
     stopped: bool = False
@@ -62,14 +65,14 @@ class Vigil:
     calls of `look` is much too long, `mpidist launch` itself was stopped (as by SIGSTOP), and the
     times without a new heartbeat are counted from zero.
 
-    `dead_ends`: whether the death of a rank must end the attempt, because the launcher does not
-    continue without a rank. `queues`: whether the launcher may wait, as srun does, before it starts
-    a process. `dead`: the first ranks that have died without an orderly exit.
+    `dead_ends` says whether the death of a rank must end the attempt, because the launcher does not
+    continue without a rank. `queues` says whether the launcher may wait, as srun does, before it
+    starts a process. `dead` are the first ranks that have died without an orderly exit.
 
-    If `dead_ends` is false, the living ranks go on. The attempt ends if none is left, if a rank
-    gives the attempt up, or if a rank has ended alone by an error. `stuck`: silent ranks on this
-    host that must be killed, so that the others can go on. `over`: whether all living ranks have
-    written that they end, and have had time to end.
+    If `dead_ends` is false, the living ranks go on after a death. The attempt must end if no rank
+    is left, if a rank gives the attempt up, or if only one rank has ended with an error. `stuck`
+    are silent ranks on this host that must be killed, so that the other ranks can go on. `over`
+    says whether all living ranks have written that they end, and have had time to end.
     """
 
     def __init__(
@@ -155,11 +158,12 @@ class Vigil:
             silent = [sign for sign in silent if sign.deaths == newest]
             self.stuck = [sign for sign in silent if sign.host == self._host]
             if len(silent) < len(there) and self.stuck == silent:
-                silent = []  # the others go on without them
+                silent = []  # the other ranks go on without the silent ranks
         if silent:
             self._accused = silent
             return f"{_named(silent)} gave no sign for {self.limits.heartbeat:g} s"
-        if self._dead_ends and not self.dead:  # later deaths may follow from these
+        # Only the first deaths are stored, because they may be the cause of later deaths.
+        if self._dead_ends and not self.dead:
             self.dead = [s for s in there if s.pid in gone and s.host == self._host]
         if self._lasts("dead", bool(self.dead), now) > (0 if launcher.stopped else DEAD):
             self._accused = self.dead
@@ -172,14 +176,14 @@ class Vigil:
         return self._stalled(signs, there, now)
 
     def _living(self, signs: Sequence[Sign], gone: Collection[int]) -> list[Sign]:
-        """Return the ranks that have neither ended together with the others nor died."""
+        """Return the ranks that still run: they have neither ended orderly nor died."""
         there = [sign for sign in signs if sign.code < 0]
         return [sign for sign in there if not (sign.pid in gone and sign.host == self._host)]
 
     def _given_up(
         self, signs, there, gone: Collection[int], now: float, begun: Mapping[int, int]
     ) -> str:
-        """Return the reason for which ranks that survive deaths cannot go on; "" for none."""
+        """Return why the ranks of an elastic attempt cannot go on; "" if they can."""
         if cannot := [sign for sign in signs if sign.gave_up]:
             return f"{_named(cannot)} could not go on after a death"
         died = [sign for sign in signs if sign.code < 0 and sign not in there]
@@ -209,9 +213,9 @@ class Vigil:
         return now - since
 
     def _lasts(self, what: str, so: bool, now: float) -> float:
-        """Return for how many seconds the condition `what` has been true; -1 if it is false now.
+        """Return for how many seconds the condition called `what` has been true; -1 if it is false.
 
-        `so`: whether the condition is true now.
+        `so` says whether the condition is true now.
         """
         if not so:
             self._since.pop(what, None)

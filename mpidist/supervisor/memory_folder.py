@@ -1,11 +1,12 @@
 """Make and remove the folder in /dev/shm in which the ranks of a job keep copies of their state.
 
-The folder has the same name on all hosts. The name is random, because everybody may write to
-/dev/shm. It is kept in the control folder, so that all attempts of a job use the same folder.
+The folder has the same name on all hosts. The name is random, because all users may write to
+/dev/shm. The control folder stores the name, so all attempts of a job use the same folder.
 `mpidist launch` makes the folder on its own host, and the ranks make it on other hosts. A run that
-ends well removes its copies itself. Whatever ends the job, `mpidist launch` then removes the folder
-on all hosts. If `mpidist launch` is killed, the next `mpidist launch` on its host removes the
-folder. On other hosts, the next job of the user removes it, if no rank has used it for an hour.
+finishes removes its copies itself. At the end of the job, finished or not, `mpidist launch` removes
+the folder on all hosts. If `mpidist launch` was killed, the next `mpidist launch` on the same host
+removes the folder. On other hosts, the user's next job removes it, if no rank has used it for an
+hour.
 """
 
 from __future__ import annotations
@@ -24,23 +25,24 @@ from ..launch.free_memory import COPIES, OWNER, remove_stale_copies
 from . import commands
 from .hosts import LaunchedJob, run_on_hosts
 
-#: Where the memory of a host is a file system.
+#: The file system that is in the memory of a host.
 MEMORY = Path("/dev/shm")
-#: The file in the control folder that has the name of the folder.
+#: The file in the control folder that contains the name of the folder in /dev/shm.
 _NAME = "memory"
 
 
 def make_memory_folder(control: Path) -> Path | None:
-    """Make the folder of a job, and remove those of other jobs whose launcher was killed.
+    """Make the folder of a job, and remove the folders of other jobs whose launcher was killed.
 
-    Returns None if this host has no such file system.
+    Returns None if this host has no /dev/shm.
     """
     name = f"{COPIES}{secrets.token_hex(8)}"
     with suppress(OSError):
         with suppress(FileNotFoundError):
             known = (control / _NAME).read_text(encoding="utf-8")
             name = known if re.fullmatch(rf"{COPIES}[0-9a-f]+", known) else name
-        folder = _own(MEMORY / name)  # first, or an older one of this job would count as stale
+        # Before the removal, because an older folder of this job would count as left over.
+        folder = _own(MEMORY / name)
         (control / _NAME).write_text(name, encoding="utf-8")
         remove_stale_copies(MEMORY)
         return folder
@@ -60,7 +62,8 @@ def remove_memory_folder(
 ) -> None:
     """Remove the folder of a job on all hosts.
 
-    If the job has ended well, the ranks have removed it on the hosts that they have `used`.
+    `well` says whether the job has finished. In this case the ranks have already removed the folder
+    on the hosts `used`.
     """
     if folder is None:
         return

@@ -61,7 +61,8 @@ class MemoryKills:
         now = group.kills() if group else None
         if now is not None and lost.kills_before >= 0:
             return now - lost.kills_before
-        # On another host, or if the group is gone: the counts that its ranks have recorded.
+        # If the group is on another host or no longer exists, use the counts that its ranks have
+        # recorded.
         told = [
             sign.kills - sign.kills_before
             for sign in signs

@@ -42,14 +42,16 @@ from .requests import JobRequest, Requests
 
 #: The environment variable that marks all processes of an attempt.
 MARK = "MPIDIST_LAUNCH_MARK"
-#: Seconds that a launcher has to end its ranks after SIGTERM.
+#: Seconds in which a launcher must end its ranks after SIGTERM.
 PATIENCE = 5.0
-#: Seconds that a launcher has to end by itself after all its ranks were killed.
+#: Seconds in which a launcher must end by itself after all its ranks were killed.
 QUICK = 0.3
 
-#: The command that a launcher starts: it makes a file, and then becomes the program.
+#: The shell command that a launcher starts on each rank: it makes a file, and then becomes the
+#: program.
 _BEGIN = 'true 2>/dev/null >"$1"; shift; exec "$@"'
-#: The same before it, for ranks that survive a death: nobody would notice one before they have met.
+#: A command before `_BEGIN` for elastic jobs: it writes the process number and the host of the
+#: rank. Before the ranks have joined each other, only `mpidist launch` can notice a death.
 _SAY_PID = (
     "read host </proc/sys/kernel/hostname; "
     'echo "$$ $host" 2>/dev/null >"$1-$OMPI_COMM_WORLD_RANK"; '
@@ -72,10 +74,10 @@ class RunningAttempt:
     """One attempt: its launcher, its folder, and the environment variable that marks its processes.
 
     `number` is in the name of the attempt's folder, and no later attempt gets the same number.
-    `known_as` is the attempt's number that the program and the user see, which does not count
-    earlier attempts in which the launcher has started no process. `before`: an attempt that still
-    trains; this attempt waits until it gets the run of `before`. `pending`: a signal that came
-    while this attempt waited.
+    `known_as` is the number of the attempt for the program and the user; it does not count earlier
+    attempts in which the launcher has started no process. `before` is an attempt that still trains;
+    this attempt waits until it can take over its run. `pending` is a signal that came while this
+    attempt waited.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class RunningAttempt:
             words = commands.surviving(words)
         self.kind = kind = commands.kind_of(words)
         if kind == "openmpi":
-            # Other launchers pass the whole environment on, also to other hosts.
+            # Other launchers pass on the whole environment, also to other hosts.
             words += [word for name in told for word in ("-x", name)]
         self.began = time.monotonic()
         self.environment = {**launch_environment(), **slurm, **told}
@@ -164,7 +166,7 @@ class RunningAttempt:
                     why = self._look(now)
                     if not asked:
                         deadline = min(deadline, self._look_at_requests(now))
-                if self.vigil.over:  # Open MPI's launcher may wait for ever for ranks that died
+                if self.vigil.over:  # Open MPI's launcher may wait for ever for dead ranks
                     break
                 if now > deadline:
                     grace = self.job.limits.grace
@@ -187,7 +189,7 @@ class RunningAttempt:
         return self.vigil.signs
 
     def fault(self, now: float) -> str:
-        """Return why this attempt, which still waits for the run, must be given up; "" if not."""
+        """Return why this attempt, which waits to take over, must be given up; "" if not."""
         if self.process.poll() is not None:
             return f"its launcher has ended with exit code {self.process.returncode}"
         with contextlib.suppress(OSError):
@@ -202,7 +204,7 @@ class RunningAttempt:
         return ""
 
     def _passed_on(self, number: int) -> bool:
-        """Return whether the next attempt must handle this request to stop, as it has the run."""
+        """Return whether the next attempt, which has taken over, must handle a request to stop."""
         if self.growth is None:
             return False
         if self.growth.call_off():
@@ -213,7 +215,7 @@ class RunningAttempt:
         return True
 
     def _look_at_requests(self, now: float) -> float:
-        """Begin what a new request asks for; return the time by which the ranks must have left."""
+        """Handle a new request; return the time by which the ranks must have ended."""
         if self.growth is not None:
             return self._look_at_growth(self.growth, now)
         request = self.requests.look() if self.request is None and self._listens() else None
@@ -226,7 +228,7 @@ class RunningAttempt:
         return self._ask(request.text, now)
 
     def _look_at_growth(self, growth: Growth, now: float) -> float:
-        """Go on with a hand-over, or give it up; return the time as `_look_at_requests` does."""
+        """Continue a hand-over or give it up; return the time by which the ranks must end."""
         if growth.gone:
             return now + LEAVE
         asked, why = growth.asked, growth.look(self.signs, now)
@@ -245,12 +247,12 @@ class RunningAttempt:
         return float("inf")
 
     def _can_hand_over(self) -> bool:
-        # srun would wait for the end of the ranks that have the cores.
+        # srun would not start new ranks before the old ranks have ended and freed their cores.
         known = self.kind in ("openmpi", "mpich")
         return known and heartbeat.has(self.folder, heartbeat.CAN)
 
     def _begin_growth(self, request: JobRequest) -> None:
-        """Start an attempt with more ranks, which waits until this one hands its run over."""
+        """Start an attempt with more ranks, which waits until this attempt hands its run over."""
         try:
             self._start_more(request)
         except (OSError, ConfigError, subprocess.SubprocessError) as error:
@@ -271,7 +273,7 @@ class RunningAttempt:
         self.growth = Growth(self.folder, new, request.more)
 
     def _ask(self, why: str, now: float) -> float:
-        """Ask the ranks to save and leave; return the time by which they must have left."""
+        """Ask the ranks to save and exit; return the time by which they must have ended."""
         print_line(f"{why}: the ranks are asked to save and exit")
         if not self._signalled:  # a second signal would end ranks that have left their loop
             self._signalled = True
@@ -280,7 +282,7 @@ class RunningAttempt:
         return now + self.job.limits.grace
 
     def _listens(self) -> bool:
-        """Return whether the ranks are in their loop; before it, the signal would end them."""
+        """Return whether the ranks are in their loop; before, a signal to stop would kill them."""
         signs = self.vigil.signs
         return self.begun and (not signs or any(sign.step is not None for sign in signs))
 
@@ -298,17 +300,17 @@ class RunningAttempt:
             print_line(f"rank {sign.rank} is killed, so that the others go on: it gave no sign")
             self.deaths.kill([sign.pid])
         if any(not sign.heard for sign in self.vigil.dead):
-            # Open MPI's launcher waits half a second for the other ranks to exit by themselves,
-            # which they cannot. After this kill the launcher ends at once, with the exit code of
-            # the first dead rank. A rank that a signal has asked to end is ending already, and
-            # needs no kill.
+            # Open MPI's launcher waits for half a second until the other ranks exit by themselves,
+            # but they cannot exit. After this kill the launcher ends immediately, with the exit
+            # code of the first dead rank. If a signal has asked the dead ranks to end, the other
+            # ranks have got it, too, and are not killed.
             self.deaths.kill()
         return why
 
     def _watch_begun(self, ended: set[int]) -> dict[int, int]:
         """Watch the ranks of this host that have begun; return their process IDs by rank.
 
-        Processes that are gone already are added to `ended`.
+        Processes that no longer exist are added to `ended`.
         """
         wanted, found = f"{MARK}={self.mark}".encode(), {}
         for path in self.folder.glob(f"{heartbeat.BEGUN}-*"):
@@ -321,11 +323,12 @@ class RunningAttempt:
 
     def _end(self) -> None:
         if self.elastic:
-            # Ranks that may wait for a dead one for ever, in MPI, would not hear a signal to end.
+            # Ranks may wait in MPI for a dead rank for ever, and would then not handle a signal.
             self.deaths.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(QUICK)
-        # A killed MPI library leaves its shared memory behind; find it while it is still mapped.
+        # A killed process leaves shared memory of its MPI library behind. It can only be found
+        # while a process still has it mapped.
         left = marked(self.mark, MARK)
         segments = mpi_segments(left)
         if late := self.process.poll() is None:
@@ -336,9 +339,9 @@ class RunningAttempt:
         with contextlib.suppress(OSError):  # the processes must be ended even if the disk is full
             (self.folder / heartbeat.OVER).touch()
         if late:
-            # Kill processes of the group that have lost the variable `MARK`. When the launcher is
-            # gone, another group may get the number of its group, so this is done only if the
-            # launcher was still running.
+            # Kill processes of the launcher's process group that do not have the variable `MARK`.
+            # After the end of the launcher, another group may get the same number, so this is done
+            # only if the launcher was still running.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         end_marked(self.mark, variable=MARK)
@@ -362,12 +365,12 @@ class RunningAttempt:
             # The exit code of Open MPI's launcher is 0 if all ranks were killed.
             if codes := {sign.code: sign.deaths for sign in signs if sign.code >= 0}:
                 left, survived = len(signs), max(codes.values())
-                # A ``raise SystemExit(4)`` is known to the launcher only.
+                # Only the launcher knows the exit code of a ``raise SystemExit(4)``.
                 own = code if 0 < code < 128 and not self.vigil.over else 0
                 code = max(codes) or own
             elif code == 0:
                 hint = "" if signs else "; a program under --elastic uses md.elastic or md.train"
-                # The launcher may end before `vigil` has looked.
+                # The launcher may have ended before `vigil` has noticed the deaths.
                 died = len(signs) == self.ranks and not any(sign.left for sign in signs)
                 said = "all ranks have died" if died else "no rank has said that the job is done"
                 why = why or f"{said}{hint}"

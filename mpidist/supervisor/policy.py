@@ -4,10 +4,10 @@
     attempt 1   4 ranks   exit 137 at step 951     -> again
     attempt 2   4 ranks   exit 137 at step 951     -> stop: the same failure at the same step
 
-The number of failures per hour is limited. An attempt that has saved and exited with code 75, to be
-requeued, is no failure if its ranks have written heartbeats; the number of such attempts has its
-own limit. An attempt in which the launcher has started no process is not counted as a failure,
-since the job did not run.
+The number of failures per hour is limited. Exit code 75 means that an attempt has saved its state
+and wants to be continued later. This is not a failure if its ranks have written heartbeats; the
+number of such attempts has a limit of its own. An attempt in which the launcher has started no
+process is not a failure either, because the job did not run.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise, takewhile
 from typing import NamedTuple
 
-#: Exit codes for which a new attempt would fail again: bad input, EX_USAGE, EX_CONFIG.
+#: Exit codes after which a new attempt would fail again: bad input, EX_USAGE, EX_CONFIG.
 HOPELESS = (2, 64, 78)
 #: The exit code for "saved, not finished" (EX_TEMPFAIL).
 REQUEUE = 75
-#: The seconds for which a failure counts in the budget.
+#: The number of seconds for which a failure counts in the limit of failures.
 WINDOW = 3600.0
 #: The longest pause before another attempt.
 LONGEST_PAUSE = 60.0
-#: How often in a row a launcher may start nothing.
+#: The job ends if a launcher has started no process in this many attempts in a row.
 UNSTARTED = 3
 #: A host is left out if its ranks were the first to fail this many times.
 AGAIN = 2
@@ -34,16 +34,21 @@ AGAIN = 2
 class Attempt(NamedTuple):
     """The result of one attempt, that is, of one start of the program on all ranks.
 
-    `code`: the exit code of the launcher. `ended`: the time of the end. `first` and `step`: the
-    step at which the attempt began, and its last step; None if no rank has recorded a step. `told`:
-    how many ranks have written heartbeats. `left`: how many ranks have exited by themselves.
-    `asked`: whether a signal has asked the attempt to stop. `why`: the reason for which
-    `mpidist launch` has ended the attempt, "" if it has not. `begun`: whether the launcher has
-    started the program on some host. `culprit`: the host whose ranks were the first to fail, "" if
-    unknown. `memory`: a text on the rank that the kernel has killed for lack of memory, "" if none.
-    `survived`: how many ranks have died in an attempt that the living ranks have brought to its
-    end; they then count as ranks that have left, and `code` is the exit code of the living ranks.
-    `more`: how many ranks more the next attempt was asked to have; this attempt was ended for them.
+    - `code`: the exit code of the launcher.
+    - `ended`: the time of the end.
+    - `first`, `step`: the step at which the attempt began, and its last step; None if no rank has
+      recorded a step.
+    - `told`: how many ranks have written heartbeats.
+    - `left`: how many ranks have exited by themselves.
+    - `asked`: whether a signal has asked the attempt to stop.
+    - `why`: the reason for which `mpidist launch` has ended the attempt; "" if it ended by itself.
+    - `begun`: whether the launcher has started the program on some host.
+    - `culprit`: the host whose ranks were the first to fail; "" if unknown.
+    - `memory`: a text about the rank that the kernel has killed for lack of memory; "" if none.
+    - `survived`: how many ranks have died although the living ranks have finished the attempt. The
+      dead ranks are then counted in `left`, and `code` is the exit code of the living ranks.
+    - `more`: if the user has asked for more ranks, how many more the next attempt shall have. This
+      attempt was ended for that reason.
     """
 
     ranks: int
@@ -103,12 +108,12 @@ class Attempt(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """The options of the user, as on the command line of `mpidist launch`.
+    """The user's options for `mpidist launch`.
 
     `preempted` says what follows an attempt that has saved and exited to be continued later:
     "leave" ends `mpidist launch` with exit code 75, "relaunch" starts the next attempt, and
-    "requeue" gives the job back to Slurm, which starts it again later. `max_preemptions`: how many
-    attempts may save and exit to be continued later, None for any number.
+    "requeue" gives the job back to Slurm, which starts it again later. `max_preemptions` is the
+    largest number of attempts that may save and exit to be continued later; None for any number.
     """
 
     max_restarts: int = 3
@@ -167,7 +172,7 @@ def decide(attempts: Sequence[Attempt], policy: Policy, wanted: int, room: int) 
     elif ranks >= last.ranks and _same_twice(tried):
         where = "before its first step" if last.step is None else f"at step {last.step}"
         return Action("end", code, f"the same failure twice {where}")
-    # Every attempt of a program that writes no heartbeats counts, since its progress is unknown.
+    # If a program writes no heartbeats, each attempt counts, because its progress is unknown.
     spent = [a for a in tried if a.failed or not a.told]
     failures = [a for a in spent if last.ended - a.ended < WINDOW]
     if len(failures) > policy.max_restarts:
@@ -188,9 +193,9 @@ def left_out(
 ) -> list[str]:
     """Return the hosts that answer, but that the next attempt must not use. Pure.
 
-    A host is left out if its ranks were the first to fail, several times within the last hour. The
-    host with the most failures is left out first. A host is kept if the remaining hosts could run
-    too few ranks.
+    A host is left out if its ranks were the first to fail several times within the last hour. The
+    host with the most failures is left out first. A host is kept if without it the remaining hosts
+    could run too few ranks.
 
     Parameters
     ----------
@@ -216,10 +221,10 @@ def left_out(
 
 
 def _same_twice(attempts: Sequence[Attempt]) -> bool:
-    """Whether the two newest attempts have the same result, last step and number of ranks.
+    """Return whether the two newest attempts have the same result, last step and number of ranks.
 
-    The result is False for a program that writes no heartbeats, because its step is unknown. Only
-    the limit of failures stops a program without heartbeats.
+    Returns False for a program that writes no heartbeats, because its step is unknown. Such a
+    program is stopped only by the limit of failures.
     """
     if len(attempts) < 2 or not attempts[-1].told:
         return False
@@ -228,7 +233,7 @@ def _same_twice(attempts: Sequence[Attempt]) -> bool:
 
 
 def _cap(attempts: Sequence[Attempt], policy: Policy, wanted: int) -> int:
-    """Return how many ranks to start: fewer if two attempts in a row lacked ranks (R50).
+    """Return how many ranks to start: fewer if ranks were missing in two attempts in a row (R50).
 
     Without the option --min-ranks, the result is always the number that the user wants.
     """
@@ -244,9 +249,9 @@ def _cap(attempts: Sequence[Attempt], policy: Policy, wanted: int) -> int:
 def _pause(attempts: Sequence[Attempt]) -> float:
     """Return the pause in seconds before the next attempt.
 
-    The pause depends on how many of the newest attempts in a row have completed no step. The pause
-    is 0 for fewer than two attempts without a step, 1 second for two, and doubles with each further
-    one, up to `LONGEST_PAUSE`.
+    The pause depends on how many of the newest attempts in a row have completed no step. For fewer
+    than two such attempts it is 0, for two it is 1 second, and it doubles with each further such
+    attempt, up to `LONGEST_PAUSE`.
     """
     idle = len(list(takewhile(lambda attempt: not attempt.advanced, reversed(attempts))))
     return 0.0 if idle < 2 else min(LONGEST_PAUSE, 2.0 ** (idle - 2))

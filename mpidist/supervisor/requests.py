@@ -1,8 +1,9 @@
-"""What is asked of a running job from outside: more ranks, or an end before its hosts go away.
+"""Requests to a running job: to continue with more ranks, or to end before its hosts go away.
 
-`mpidist grow` writes a file into the control folder. A notice, as clouds give it two minutes before
-they take a machine away, is a file that appears or a command that exits with 0. In both cases the
-ranks are asked to save and leave, as by SIGUSR1, and `mpidist launch` decides what follows.
+`mpidist grow` requests more ranks by a file in the control folder. A cloud may give a notice some
+minutes before it takes a machine away; `mpidist launch` notices it by a file that appears, or by a
+command that exits with 0. In both cases `mpidist launch` asks the ranks to save and exit, as by
+SIGUSR1, and then decides what to do next.
 """
 
 from __future__ import annotations
@@ -19,37 +20,37 @@ from ..errors import ConfigError
 from ..launch import heartbeat
 from ..launch.processes import Started
 
-#: Seconds between two runs of the command of a notice, and the longest run.
+#: Seconds between two runs of the command for a notice, and the time limit for one run.
 EVERY, LONGEST = 5.0, 10.0
-#: Seconds between two looks whether the command has ended.
+#: Seconds between two checks whether the command has ended.
 _LOOK = 0.05
-#: The names of the files in the control folder that ask for more ranks.
+#: The beginning of the names of files in the control folder that request more ranks.
 _GROW = "grow-"
 
 
 class JobRequest(NamedTuple):
-    """A request to save and leave: why, and how many ranks more the next attempt has."""
+    """A request to save and exit: the reason, and how many more ranks the next attempt has."""
 
     text: str
     more: int = 0
 
 
 class Requests:
-    """The requests to a job; `notice` is the name of a file, or a command, or "" for none."""
+    """The requests to a job. `notice` is the name of a file, or a command, or "" for no notice."""
 
     def __init__(self, control: Path, notice: str = ""):
         with suppress(OSError):
-            for path in request_files(control):  # to an earlier launcher, which did not take them
+            for path in request_files(control):  # old ones, which no launcher has read
                 path.unlink(missing_ok=True)
         self._control, self._notice = control, notice
-        self._noticed = False  # a notice is heard once, until it has gone
+        self._noticed = False  # a notice is reported only once, until it has disappeared
         self._command: _Command | None = None
         words = shlex.split(notice)
         if words and shutil.which(words[0]):
             self._command = _Command(words)
 
     def look(self, growth: bool = True) -> JobRequest | None:
-        """Return a new request, or None; without `growth`, requests for more ranks can wait."""
+        """Return a new request, or None; without `growth`, leave requests for more ranks unread."""
         with suppress(OSError):
             if growth and (more := _taken(self._control)):
                 return JobRequest(f"asked for {more} more rank{'s' * (more > 1)}", more)
@@ -63,13 +64,13 @@ class Requests:
         return self._noticed
 
     def close(self) -> None:
-        """End the thread that runs the command of a notice."""
+        """End the thread that runs the command for a notice."""
         if self._command is not None:
             self._command.stop()
 
 
 class _Command:
-    """Runs a command again and again in a thread; `said_so` is whether it has exited with 0."""
+    """Runs a command again and again in a thread; `said_so` says whether it has exited with 0."""
 
     def __init__(self, words: list[str]):
         self.said_so, self._end, self._words = False, threading.Event(), words
@@ -77,15 +78,16 @@ class _Command:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, and the command if it runs."""
+        """End the thread, and the command if it is running."""
         self._end.set()
         self._thread.join()
 
     def _run(self) -> None:
         while not self._end.is_set():
             with suppress(OSError):
-                # Not `subprocess.run`: this process has blocked the signals by which commands such
-                # as `timeout` end what they have started, and a killed shell leaves that behind.
+                # Not `subprocess.run`: child processes inherit the blocked signals of this process,
+                # so a command such as `timeout` could not end the processes that it has started,
+                # and they would go on after a kill of the shell.
                 command, until = Started(self._words), time.monotonic() + LONGEST
                 while command.process.poll() is None and time.monotonic() < until:
                     if self._end.wait(_LOOK):
@@ -96,15 +98,15 @@ class _Command:
 
 
 def request_files(control: Path) -> list[Path]:
-    """Return the files in a control folder that ask for more ranks, also those half written."""
+    """Return the files in a control folder that request more ranks, also incomplete files."""
     return [*control.glob(f"{_GROW}*"), *control.glob(f".{_GROW}*")]
 
 
 def _taken(control: Path) -> int:
-    """Return how many ranks more are asked for, and remove the requests."""
+    """Return how many more ranks are requested in all, and remove the requests."""
     more = 0
     for path in control.glob(f"{_GROW}*"):
-        with suppress(OSError, ValueError):  # one that cannot be read does not lose the others
+        with suppress(OSError, ValueError):  # the other requests count if one cannot be read
             text = path.read_text(encoding="utf-8")
             path.unlink()
             more += max(0, int(text))
@@ -112,7 +114,7 @@ def _taken(control: Path) -> int:
 
 
 def request_growth(control: Path, more: int) -> None:
-    """Ask the `mpidist launch` that uses a control folder for `more` ranks.
+    """Ask the `mpidist launch` that uses the folder `control` for `more` additional ranks.
 
     Raises
     ------
@@ -125,17 +127,18 @@ def request_growth(control: Path, more: int) -> None:
     attempts = sorted(int(number) for number in numbers if number.isdecimal())
     if not attempts:
         raise ConfigError(
-            f"mpidist grow: {control} is not the control folder of a running mpidist launch; it is "
-            "that of --control, or .mpidist-launch-NAME where mpidist launch was started"
+            f"mpidist grow: {control} is not the control folder of a running mpidist launch; give "
+            "its --control, or .mpidist-launch-NAME in the folder where mpidist launch was started"
         )
     launcher = ""
-    while attempts and not launcher:  # the folder of the newest attempt may be empty still
+    while attempts and not launcher:  # the folder of the newest attempt may still be empty
         with suppress(OSError):
             file = control / f"attempt-{attempts.pop()}" / heartbeat.LAUNCHER_FILE
             launcher = file.read_text(encoding="utf-8")
     if not heartbeat.is_at_work(launcher, elsewhere=bool(launcher)):
         raise ConfigError(f"mpidist grow: the mpidist launch of {control} does not run any more")
-    # Under its own name it is whole: the launcher may look at any moment.
+    # The file is written under a temporary name and then renamed, because the launcher may read it
+    # at any moment and must find it complete.
     written = control / f".{_GROW}{heartbeat.launcher_id().replace(' ', '-')}"
     written.write_text(str(more), encoding="utf-8")
     written.rename(control / written.name[1:])

@@ -178,7 +178,7 @@ def test_if_no_host_answers_the_test_is_at_fault(cluster, tmp_path, capsys):
     """Such as an srun that does not know an option: all hosts are used, as without a test."""
     cluster.silent = set(ALL)
     assert usable(job(tmp_path), EVERYWHERE).hosts == ALL
-    assert "no host answers, so all are used" in capsys.readouterr().err
+    assert "no host answers, so all hosts are used" in capsys.readouterr().err
 
 
 def test_an_exit_code_of_0_with_a_lost_host_is_no_end(cluster, tmp_path):

@@ -153,7 +153,7 @@ def test_hosts_by_a_command(tmp_path, capsys):
         file.write_text(text)
         assert with_todays_hosts(job) == job
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.endswith("the hosts of before are used")
+        assert line.endswith("the previous hosts are used")
         assert "expected one HOST:RANKS on each line" in line
         with pytest.raises(ConfigError, match="expected one HOST:RANKS on each line"):
             with_todays_hosts(job._replace(hosts=None))
@@ -180,5 +180,5 @@ def test_what_follows_a_request_for_more(tmp_path, capsys):
     assert grown(job, 1).ranks == 4
     assert capsys.readouterr().err == ""
     assert grown(job, 2).ranks == 4
-    assert "the hosts have room for 4 ranks, and not for 5" in capsys.readouterr().err
+    assert "the hosts have room for only 4 of 5 ranks" in capsys.readouterr().err
     assert grown(job._replace(hosts=None), 2).ranks == 5
