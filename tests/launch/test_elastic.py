@@ -196,7 +196,7 @@ def test_bad_settings_end_with_exit_code_2(tmp_path):
 def test_a_step_that_is_not_done(tmp_path):
     done, _ = elastic(2, "forgotten", tmp_path)
     assert done.returncode == 1, done
-    assert "step 0 was left without being done; use `with step:`" in done.stderr
+    assert "step 0 has ended but is not done; use `with step:`" in done.stderr
 
 
 @with_ulfm

@@ -230,7 +230,7 @@ class Stage:
     def run(
         self, inputs, labels, sizes: Sequence[int], total: int, update: Callable | None = None
     ) -> None:
-        """Do all actions of a step, and sum the gradients over the microbatches. Collective.
+        """Do all actions of a step, and sum the gradients over the microbatches.
 
         Parameters
         ----------
