@@ -69,6 +69,10 @@ class Optimizer:
         rows.
     inner : Optimizer or None
         The optimizer that gets the gradients after they are clipped, see `clipped`.
+
+    If `update` has an attribute ``bind``, then ``bind(gradients, state, parameters)`` returns a
+    function of `weight` that makes the update of these very arrays, which it has looked up once, or
+    None if that would save no time. It has the same bits.
     """
 
     name: str
@@ -155,6 +159,26 @@ def elementwise(
         state["step"][...] += 1
         state["progress"][...] += weight
 
+    def bind(gradients: Mapping, state: dict, parameters: Mapping) -> Callable | None:
+        groups = []
+        for key, array in parameters.items():
+            group = array, _gradient(name, gradients, key, array), *(state[s][key] for s in slots)
+            if array.size > PIECE or not all(type(one) is np.ndarray for one in group):
+                return None
+            groups.append(((*group, np.empty_like(array)), array.dtype.type))
+
+        def again(weight: float = 1.0) -> None:
+            step, progress = state["step"], state["progress"]
+            rate = schedule(float(progress)) * weight
+            scalars = coefficients(rate, int(step) + 1, weight)
+            for arrays, kind in groups:
+                kernel(*arrays, *map(kind, scalars))
+            np.add(step, 1, out=step)
+            np.add(progress, weight, out=progress)
+
+        return again
+
+    update.bind = bind  # type: ignore[attr-defined]
     constant = schedule.name == "constant"
     rate = schedule.settings["lr"] if constant else {"schedule": schedule.name, **schedule.settings}
     return Optimizer(name, init, update, True, {"lr": rate, **settings}, rows)

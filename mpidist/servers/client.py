@@ -176,14 +176,12 @@ class Client:
         """Do a push_pull of the arrays of `bound`, whose gradients are packed."""
         self._enter()
         requests, self._binds = self.requests, _BINDS
-        requests.pushed, requests.started = self.finished, True
+        requests.pushed, requests.started = (clock := requests.clock), True
         entered, note = int(requests.has_entered), requests.take_note()
-        waited, headers = bound.exchange(
-            self.name, requests.model, self.finished, samples, entered, note
-        )
+        waited, headers = bound.exchange(self.name, requests.model, clock, samples, entered, note)
         requests.silent.clear()
-        self.versions[:] = [header.version for header in headers]
-        for header in headers:
+        for server, header in enumerate(headers):
+            self.versions[server] = header.version
             requests.queue[header.queue] += 1
         self._end_call(headers, waited, True, True)
         return bound.results()
@@ -393,19 +391,19 @@ class Client:
         """Count what the answers of one call tell."""
         held, gap, dropped, oldest = largest(headers)
         blocked = min(waited, held / 1e9)
-        self._waits["worker"] += blocked
-        self._waits["server"] += waited - blocked
+        waits, requests = self._waits, self.requests
+        waits["worker"] += blocked
+        waits["server"] += waited - blocked
         self._link.touched = False  # from here on, no server waits for this rank
-        requests = self.requests
-        requests.clock += ticks
+        clock = requests.clock = requests.clock + ticks
         if not headers:  # all rows were in the cache
             requests.entered = requests.clock
             self._link.background()
         elif entering:
             self.gaps[gap] += 1
             before, self.dropped = self.dropped, dropped
-            if oldest >= 0 and requests.pushed == self.finished - 1 and dropped == before:
+            if oldest >= 0 and requests.pushed == clock - 1 and dropped == before:
                 self._staleness[oldest] += 1
             # With backup workers, a late worker goes on at the clock of the others.
-            self.skipped += headers[0].clock - self.finished
+            self.skipped += headers[0].clock - clock
             requests.clock = requests.entered = headers[0].clock

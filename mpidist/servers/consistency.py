@@ -205,6 +205,8 @@ class ConsistencyGate:
 
     def slowest(self) -> int:
         """Return the smallest clock of the live workers; a huge number when all have left."""
+        if False not in self.live:
+            return min(self.clocks, default=sys.maxsize)  # half of the time
         return min(itertools.compress(self.clocks, self.live), default=sys.maxsize)
 
     def is_open(self, worker: int) -> bool:
@@ -285,12 +287,15 @@ class ConsistencyGate:
         due: list[int] = []
         if self.held:
             slowest = self.slowest()
-            due = sorted(clock for clock in self.held if clock < slowest)
-        for clock in due:
-            pushes = tuple(sorted(self.held.pop(clock).items(), key=itemgetter(0)))
-            updates = [pushes] if self.mode_at(clock).merges else [(push,) for push in pushes]
-            actions += [Apply(clock, update) for update in updates]
-        return actions + self._answers()
+            due = [clock for clock in self.held if clock < slowest]
+        for clock in sorted(due) if len(due) > 1 else due:
+            held = self.held.pop(clock).items()
+            pushes = tuple(held if len(held) == 1 else sorted(held, key=itemgetter(0)))
+            if self.mode_at(clock).merges:
+                actions.append(Apply(clock, pushes))
+            else:
+                actions += [Apply(clock, (push,)) for push in pushes]
+        return actions + self._answers() if self.waiting else actions
 
     def _answers(self) -> list[Action]:
         if not self.waiting:

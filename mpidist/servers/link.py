@@ -205,6 +205,8 @@ class Link:
 
     def reap(self) -> bool:
         """Give buffers of completed sends back to the pool; return whether all are completed."""
+        if not self._sending:
+            return True
         still, status = [], MPI.Status()
         for requests, buffer, nbytes in self._sending:
             while requests and test_one(requests[0], status):

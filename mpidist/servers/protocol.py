@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,7 +110,8 @@ def read_header(buffer: np.ndarray, nbytes: int, rank: int) -> Header:
     """
     if nbytes < HEADER_BYTES:
         raise ProtocolError(f"parameter server: {nbytes} bytes from rank {rank} are no message")
-    magic, form, *fields = _STRUCT.unpack_from(buffer.data, 0)
+    numbers = _STRUCT.unpack_from(buffer.data)
+    magic, form = numbers[:2]
     if magic != MAGIC:
         raise ProtocolError(f"parameter server: unknown message from rank {rank} ({magic:#x})")
     if form != FORMAT:
@@ -118,14 +119,18 @@ def read_header(buffer: np.ndarray, nbytes: int, rank: int) -> Header:
             f"parameter server: rank {rank} speaks message format {form}, this rank {FORMAT}; "
             "all ranks must run the same mpidist"
         )
-    header = Header(*fields)
-    if header.total < nbytes or min(header.push_words, header.pull_words) < STREAM:
+    header = tuple.__new__(Header, numbers[2:])  # takes half of the time of `Header`
+    words = header.push_words
+    if header.total < nbytes or words < STREAM or header.pull_words < STREAM:
         raise ProtocolError(f"parameter server: damaged header from rank {rank}: {header}")
     return header
 
 
-def largest(headers: Iterable[Header]) -> tuple[int, int, int, int]:
+def largest(headers: Sequence[Header]) -> tuple[int, int, int, int]:
     """Return the largest held_ns, gap, number of dropped pushes, and staleness of some answers."""
+    if len(headers) == 1:
+        (only,) = headers
+        return only.held_ns, only.gap, only.note0, only.staleness
     held = gap = dropped = 0
     oldest = -1
     for header in headers:

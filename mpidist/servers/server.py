@@ -103,11 +103,7 @@ class Server:
         Returns true if anything was done.
         """
         start = time.perf_counter()
-        # After a message in shared memory, its worker waits for the answer, so that comes first.
-        heard = self.doors.listen()
-        while heard and self._answers and self._answers[0][2].box is not None:
-            self._next_answer()
-        acted = heard | self._begin_receives() | self._finish_receives()
+        acted = self.doors.listen() | self._begin_receives() | self._finish_receives()
         if self.copies is not None:
             self._answers += self.copies.listen()
             if not self._present:
@@ -123,14 +119,14 @@ class Server:
                 self.run(self.models[number], self.models[number].gate.follow(decision))
                 self._check_pause()
         for model in self.models:
-            if model.due:
-                acted |= self._carry_out(model, ())
-                self._check_pause()
-            model.due.pulls.send_more()
+            if model.due.in_pieces:
+                if model.due:
+                    acted |= self._carry_out(model, ())
+                    self._check_pause()
+                model.due.pulls.send_more()
         self.link.reap()
         while self._answers and self._bytes_to_send() < ROOM_BYTES:
-            if (answer := self._next_answer()) is not None:
-                self.link.send(*answer, TO_WORKER)
+            self.link.send(*self._next_answer(), TO_WORKER)
             acted = True
         if acted or self.link.moved:  # a piece of an update has been made
             self.load.busy_seconds += time.perf_counter() - start
@@ -167,6 +163,8 @@ class Server:
 
     def _finish_receives(self) -> bool:
         queue = len(self._arriving)
+        if not queue:
+            return False
         here = [worker for worker, incoming in self._arriving.items() if incoming.test()]
         for worker in here:
             self.link.touched = True  # an error after this loses a worker's request
@@ -223,7 +221,7 @@ class Server:
             if streamed:
                 parts = self._receive_pieces(model, worker, header)
             elif push_parts is model.whole.parts:
-                parts = model.whole.views(message, data_at)
+                parts = model.whole.kept_views(message, data_at)
             else:
                 parts = list(views(model.shard.layout, push_parts, message, data_at))
             # A push of nothing has no age; its worker need not have pulled here.
@@ -313,7 +311,8 @@ class Server:
     def _carry_out(self, model: Hosted, actions: Sequence[Action]) -> bool:
         """Carry out actions, after those that are due; return whether anything was done."""
         done = 0
-        for done, action in enumerate(model.due.ready(actions, model.shares), 1):  # noqa: B007
+        due = model.due.ready(actions, model.shares) if model.due.in_pieces else actions
+        for done, action in enumerate(due, 1):  # noqa: B007
             if isinstance(action, Drop):
                 model.drop(action, self.workers)
                 for _, push in action.pushes:
@@ -331,17 +330,25 @@ class Server:
             else:
                 held = time.monotonic_ns() - action.item.since
                 answer = (model, action.worker, action.item, action.gap, held)
-                if self.copies is None or not self.copies.answered_later(model, answer):
+                if action.item.box is not None:  # its worker looks for it all the time
+                    self._write(*answer)
+                elif self.copies is None or not self.copies.answered_later(model, answer):
                     self._answers.append(answer)
         return bool(done)
 
     def _bytes_to_send(self) -> int:
         return self.link.bytes_in_flight + sum(model.due.pulls.left for model in self.models)
 
-    def _next_answer(self) -> tuple[np.ndarray, int, int] | None:
-        """Write the next answer; return its buffer, its size in bytes, and its receiver.
+    def _write(self, model: Hosted, worker: int, pull: Pull, gap: int, held: int) -> None:
+        """Write an answer into memory that the worker shares."""
+        total = HEADER_BYTES + model.whole.nbytes
+        self.load.bytes_out += total
+        pull.box.write(*model.answer_fields(worker, pull, gap, held, total))
+        pull.operation[OPEN] = False
+        model.keep(worker, pull.parts)
 
-        Returns None for an answer in memory that the worker shares.
+    def _next_answer(self) -> tuple[np.ndarray, int, int]:
+        """Write the next answer; return its buffer, its size in bytes, and its receiver.
 
         `ConsistencyGate` decides when a pull may be answered. An answer also contains the updates
         made between the permission of `ConsistencyGate` and the writing of the answer. In
@@ -355,21 +362,12 @@ class Server:
         nbytes = model.whole.nbytes if whole else data_bytes(shard.layout, pull.parts)
         total = HEADER_BYTES + nbytes * (not pull.pieces)
         self.load.bytes_out += HEADER_BYTES + nbytes
-        record, clock = model.record, model.gate.clocks[worker]
-        header = (
-            protocol.PULL, 0, clock, total, 0, 0, -1, shard.version, gap, held,
-            record.newest[worker], pull.queue, record.dropped[worker], 0,
-        )  # fmt: skip
-        if pull.box is not None:
-            model.keep(worker, pull.parts)
-            pull.operation[OPEN] = False
-            return pull.box.write(*header)
         buffer = self.link.pool.take(total)
-        protocol.write_header(buffer, *header)
+        protocol.write_header(buffer, *model.answer_fields(worker, pull, gap, held, total))
         if pull.pieces:
             model.due.send(self.link, self.workers[worker], pull.pieces)
         elif whole:
-            for part, view in model.whole.views(buffer, HEADER_BYTES):
+            for part, view in model.whole.kept_views(buffer, HEADER_BYTES):
                 view[...] = shard.values(part)
         else:
             shard.read(pull.parts, buffer, HEADER_BYTES)

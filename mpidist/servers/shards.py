@@ -22,6 +22,7 @@ from .layout.routing import ShardPart, views
 from .rows.open_table import OpenTable
 from .rows.row_sums import merge_rows
 from .rows.saved_rows import fill_pieces
+from .wire.bound_update import BoundGradients, gradients_again, kept_with, same_again
 
 _TILE = 1 << 16
 
@@ -144,6 +145,7 @@ class ServerShard:
         self._keys = {piece.tensor: layout.key(piece) for piece in layout.pieces[self.server]}
         self._starts = {piece.tensor: piece.start for piece in layout.pieces[self.server]}
         self._sums: dict[int, np.ndarray] = {}
+        self._sum = BoundGradients({})
 
     def divide_anew(self, layout: ServerLayout) -> None:
         """Use another layout, whose pieces are in `parameters` and `state` under their new keys."""
@@ -228,15 +230,23 @@ class ServerShard:
             return None
         if not self._weighs:
             pushes, weight = [(share * weight, parts) for share, parts in pushes], 1.0
-        if len(pushes) == 1 and self._is_gradient(*pushes[0]):
-            # If one push covers the whole shard, its message is used as the gradient, without a
-            # copy.
+        if len(pushes) == 1:
             share, parts = pushes[0]
-            return {self._keys[p.piece.tensor]: scale(view, share) for p, view in parts}, weight
-        return self._summed(pushes), weight
+            if share == 1 and (again := gradients_again(parts)) is not None:
+                return again, weight
+            if self._is_gradient(share, parts):
+                # If one push covers the whole shard, its message is used as the gradient, without
+                # a copy.
+                found = {self._keys[p.piece.tensor]: scale(view, share) for p, view in parts}
+                return kept_with(parts, found), weight
+        self._sum = same_again(self._sum, self._summed(pushes))
+        return self._sum, weight
 
     def update(self, gradients: Mapping[str, Any], weight: float) -> None:
         """Let the optimizer make one update of the parameters that have gradients."""
+        if isinstance(gradients, BoundGradients) and gradients.apply(self, weight):
+            self.version += 1
+            return
         extra = {"weight": weight} if self._weighs else {}
         parameters = {key: self.parameters[key] for key in self.parameters if key in gradients}
         self.optimizer.update(gradients, self.state, parameters, **extra)

@@ -232,3 +232,39 @@ def test_settings_round_trip():
     assert again.settings["lr"]["schedule"] == "cosine"
     assert again.settings["beta"] == 0.9
     assert optim.adam(0.5).settings["lr"] == 0.5
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_a_bound_update_has_the_same_bits(name, decay):
+    """`update.bind` looks the arrays up once; other values in them count, in the state as well."""
+    optimizer, rng = MAKERS[name](weight_decay=decay), np.random.default_rng(1)
+    kinds = {"a": "f4", "b": "f8", "c": "f2"}
+    start = {key: rng.standard_normal(5).astype(kind) for key, kind in kinds.items()}
+    gradients = {key: np.empty_like(value) for key, value in start.items()}
+    (plain, state), (bound, kept) = (
+        (own, optimizer.init(own))
+        for own in ({k: v.copy() for k, v in start.items()} for _ in "ab")
+    )
+    again = optimizer.update.bind(gradients, kept, bound)
+    for weight in (1.0, 0.25, 2.0):
+        for gradient in gradients.values():
+            gradient[...] = rng.standard_normal(5)
+        for each in (state, kept):
+            each["step"][...] += 1  # as a restored checkpoint would
+        optimizer.update(gradients, state, plain, weight)
+        again(weight)
+        assert {k: v.tobytes() for k, v in plain.items()} == {
+            k: v.tobytes() for k, v in bound.items()
+        }
+        assert repr(state) == repr(kept)
+
+
+def test_what_is_not_bound():
+    """Long arrays, rows and arrays of other kinds have the usual update only."""
+    sgd = optim.sgd(0.1)
+    long, short = np.zeros(PIECE + 1), np.zeros(4)
+    assert sgd.update.bind({"x": long}, sgd.init({"x": long}), {"x": long}) is None
+    rows = np.array([1]), np.ones((1, 1))
+    assert sgd.update.bind({"x": rows}, sgd.init({"x": short}), {"x": short}) is None
+    assert not hasattr(optim.clipped(sgd, 1.0).update, "bind")

@@ -8,7 +8,7 @@ bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,8 @@ from ..rows.key_values import owners
 from .placement import Piece, ServerLayout
 
 _ALIGN = 8
+# The views of so many buffers of at most so many bytes are kept.
+_SMALL, _KEPT = 64 << 10, 16
 
 
 class ShardPart(NamedTuple):
@@ -144,6 +146,19 @@ def views(
         offset += _room(layout, part)
 
 
+class WholeParts(list):
+    """The parts of a message with all that one server holds, in memory that is used again.
+
+    `gradients` has the same arrays as a dict, once `ServerShard.merge` has made it.
+    """
+
+    __slots__ = ("gradients",)
+
+    def __init__(self, parts: Iterable[tuple[ShardPart, np.ndarray]]):
+        super().__init__(parts)
+        self.gradients: Any = None
+
+
 class WholeShard:
     """All that one server holds, as parts of a message; the places are computed once.
 
@@ -165,6 +180,7 @@ class WholeShard:
             stop = offset + part.elements(layout) * dtype.itemsize
             self._places.append((part, dtype, offset, stop))
             offset += _room(layout, part)
+        self._kept: dict[tuple[int, int], tuple[np.ndarray, WholeParts]] = {}
 
     def views(self, buffer: np.ndarray, offset: int) -> list[tuple[ShardPart, np.ndarray]]:
         """Return what `views` yields for all parts."""
@@ -174,6 +190,22 @@ class WholeShard:
             (part, buffer[offset + start : offset + stop].view(dtype))
             for part, dtype, start, stop in self._places
         ]
+
+    def kept_views(
+        self, buffer: np.ndarray, offset: int
+    ) -> list[tuple[ShardPart, np.ndarray]] | WholeParts:
+        """Return `views` of a buffer of a `MessagePool`; those of small ones are kept."""
+        memory = buffer.base
+        if memory is None or memory.nbytes > _SMALL:
+            return self.views(buffer, offset)
+        kept = self._kept.get((id(memory), offset))
+        if kept is None or buffer.size < offset + self.nbytes:
+            if len(self._kept) == _KEPT:
+                self._kept.clear()
+            # With the memory itself, so that no other array gets its id.
+            kept = memory, WholeParts(self.views(buffer, offset))
+            self._kept[id(memory), offset] = kept
+        return kept[1]
 
 
 def _room(layout: ServerLayout, part: ShardPart) -> int:

@@ -110,6 +110,8 @@ class GlobalNorms:
 
     def listen(self) -> list[tuple[int, list[Action]]]:
         """Receive sums; return the actions of each model that may be carried out now."""
+        if not self.pending:
+            return []
         link, status, heard = self._server.link, MPI.Status(), set()
         while self.pending and link.comm.Iprobe(MPI.ANY_SOURCE, link.tag + SQUARES, status):
             words = np.empty(24, np.uint8)

@@ -13,6 +13,7 @@ from ..consistency import Apply, Consistency, Drop
 from ..layout.placement import ServerLayout
 from ..layout.routing import ShardPart, WholeShard
 from ..model_facts import Request
+from ..protocol import PULL
 from ..rows.table_updates import TableUpdate, newest_values
 from ..rows.unused_rows import table_facts
 from ..shards import ServerShard
@@ -123,6 +124,14 @@ class Hosted:
         """Count pushes that came too late for their clock."""
         for worker, _ in action.pushes:
             self.record.drop(worker, ranks[worker], f"late, {self.gate.consistency}")
+
+    def answer_fields(self, worker: int, pull: Pull, gap: int, held: int, total: int) -> tuple:
+        """Return the fields of the header of an answer of `total` bytes."""
+        record = self.record
+        return (
+            PULL, 0, self.gate.clocks[worker], total, 0, 0, -1, self.shard.version, gap, held,
+            record.newest[worker], pull.queue, record.dropped[worker], 0,
+        )  # fmt: skip
 
     def keep(self, worker: int, parts: Sequence[ShardPart]) -> None:
         """Record which parameters `worker` gets now."""

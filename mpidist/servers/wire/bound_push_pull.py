@@ -7,6 +7,7 @@ client remembers them with the arrays of a call. The messages are those of any o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,21 @@ from .node_share import SMALL_BYTES
 
 #: What the server must do with such a message.
 FLAGS = protocol.PUSH | protocol.CLOCK | protocol.PULL
+
+
+def finite_test(view: np.ndarray) -> Callable[[], bool]:
+    """Return a function that says whether all values of an array are finite."""
+    if view.dtype.char not in "fd":
+        return partial(all_finite, view)
+    # For few values, `all_finite` takes three times as long.
+    found = np.empty(view.shape, bool)
+    words, isfinite = found.data, np.isfinite
+
+    def is_finite() -> bool:
+        isfinite(view, found)
+        return b"\0" not in words.tobytes()
+
+    return is_finite
 
 
 class BoundExchange:
@@ -52,9 +68,10 @@ class BoundExchange:
                 copies.append((view, arrays[tensor][start:stop]))
         kinds = {view.dtype for view, _ in self.packs}
         # The gaps between tensors are zero, so one look at the memory checks all of them.
-        self.checked = [view for view, _ in self.packs]
+        checked = [view for view, _ in self.packs]
         if len(kinds) == 1:
-            self.checked = [self.push[HEADER_BYTES:].view(kinds.pop())]
+            checked = [self.push[HEADER_BYTES:].view(kinds.pop())]
+        self.checks = [finite_test(view) for view in checked]
         self.sent = self.received = MPI.REQUEST_NULL
         self.operation: list = []
         self.header = Header(0)
@@ -125,6 +142,7 @@ class BoundPushPull:
             {number: arrays[t.name].reshape(-1) for number, t in enumerate(layout.tensors)}
             for arrays in (gradients, out)
         ]
+        self._results = {name: target for name, _, target, _, _ in self._arrays}
         self._exchanges = [each(*flat) for each in make]
         self._open: list[BoundExchange] = []
         self._status = MPI.Status()
@@ -141,8 +159,9 @@ class BoundPushPull:
                     return False
                 if not gradient.shape == target.shape == shape or not target.flags.writeable:
                     return False
-                if gradient.dtype != dtype or target.dtype != dtype:
-                    return False
+                for kind in (gradient.dtype, target.dtype):
+                    if kind is not dtype and kind != dtype:  # the comparison is slow
+                        return False
         except (TypeError, KeyError):
             return False
         return True
@@ -152,7 +171,11 @@ class BoundPushPull:
         for one in self._exchanges:
             for view, gradient in one.packs:
                 view[...] = gradient
-        return all(all_finite(view) for one in self._exchanges for view in one.checked)
+        for one in self._exchanges:
+            for check in one.checks:
+                if not check():
+                    return False
+        return True
 
     def exchange(
         self,
@@ -173,7 +196,7 @@ class BoundPushPull:
         # After an exception the link keeps this, because MPI may still use the memory.
         link.receiving.add(self)
         link.reap()
-        self._open = list(self._exchanges)
+        self._open = self._exchanges.copy()
         for one in self._exchanges:
             one.post(link, name, model, clock, count, entered, note)
             note = (0, 0)
@@ -185,7 +208,7 @@ class BoundPushPull:
 
     def results(self) -> dict[str, np.ndarray]:
         """Return the arrays with the answers."""
-        return {name: target for name, _, target, _, _ in self._arrays}
+        return self._results.copy()
 
     def _missing(self) -> list[int]:
         return [one.rank for one in self._open]

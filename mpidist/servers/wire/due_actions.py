@@ -31,6 +31,8 @@ class DueActions:
 
     Attributes
     ----------
+    in_pieces : bool
+        Whether pushes or answers may travel in pieces; else no action waits.
     update : StreamedUpdate or None
         The update in pieces that is under way, or that has just ended.
     pulls : PullStreams
@@ -43,6 +45,7 @@ class DueActions:
         self.update: StreamedUpdate | None = None
         self.share: NodeShare | None = None
         self._shard, self._all = shard, ShardPieces(shard, piece_bytes)
+        self.in_pieces = len(self.pieces) > 1
         self.pulls = PullStreams(shard, self.pieces)
         self._actions: deque[Action] = deque()
         self._sends: PieceSends | None = None  # made for the first push in pieces

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..layout.routing import WholeParts
 from ..modes.hosted_model import Pull, Push
 from ..protocol import HEADER_BYTES, read_header, write_header
 from .bound_push_pull import FLAGS
@@ -17,7 +18,7 @@ from .node_share import NodePair, NodeShare
 class MailBox(NamedTuple):
     """A worker's messages for one model on this server.
 
-    `parts` are those of the push, and `values` those of the answer.
+    `parts` are those of the push, and `values` those of the answer, by the keys of the shard.
     """
 
     model: Any
@@ -29,10 +30,10 @@ class MailBox(NamedTuple):
 
     def write(self, *fields: int) -> None:
         """Write the answer, with these fields of the header, and tell the worker."""
-        shard = self.model.shard
+        parameters = self.model.shard.parameters
         write_header(self.answer, *fields)
-        for part, view in self.values:
-            view[...] = shard.values(part)
+        for key, view in self.values:
+            view[...] = parameters[key]
         self.door.answered[ANSWERED] = self.door.heard
 
 
@@ -69,8 +70,9 @@ class ServerDoors:
         for door in self._doors:
             pair = share.pair(door.rank, link.comm.rank)
             if pair is not None and pair.push is not None and pair.answer is not None:
-                parts = model.whole.views(pair.push, HEADER_BYTES)
+                parts = WholeParts(model.whole.views(pair.push, HEADER_BYTES))
                 values = model.whole.views(pair.answer, HEADER_BYTES)
+                values = [(model.shard.key(part), view) for part, view in values]
                 box = MailBox(model, pair.push, pair.answer, parts, values, door)
                 self._boxes[number, door.worker] = box
 

@@ -1,0 +1,70 @@
+"""A server's update by gradients in memory that is used again, with all arrays looked up once.
+
+The memory of a push comes again: that of a worker of this host, a buffer of the pool, or the sum of
+all pushes of a clock. In a small model the look-ups of an update take longer than its arithmetic.
+So gradients that come again keep the update that the optimizer has bound to them, see
+`optim.Optimizer`. A user's optimizer has no bound updates, and makes the usual ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import is_
+from typing import Any
+
+from ..layout.routing import WholeParts
+
+
+class BoundGradients(dict):
+    """Gradients by the keys of a shard, in arrays that come again, and the update bound to them."""
+
+    __slots__ = ("_again", "_arrays", "_optimizer", "_state")
+
+    def __init__(self, gradients: Mapping[str, Any]):
+        super().__init__(gradients)
+        self._optimizer: Any = None  # the owner of the bound update, once the gradients were seen
+        self._state: Any = None
+        self._arrays: list = []
+        self._again: Callable | None = None
+
+    def apply(self, shard: Any, weight: float) -> bool:
+        """Make the bound update of a `ServerShard`, if there is one; return whether it was made."""
+        if self._optimizer is not shard.optimizer or self._state is not shard.state:
+            # The next call binds the update, because many gradients do not come again.
+            self._optimizer, self._state = shard.optimizer, shard.state
+            self._again, self._arrays = None, []
+            return False
+        if not self._arrays:
+            self._bind(shard)
+        if self._again is None or not all(map(is_, self._arrays, shard.parameters.values())):
+            return False
+        self._again(weight)
+        return True
+
+    def _bind(self, shard: Any) -> None:
+        self._arrays = list(shard.parameters.values())
+        bind = getattr(shard.optimizer.update, "bind", None)
+        if bind is not None and self.keys() == shard.parameters.keys():
+            self._again = bind(self, shard.state, shard.parameters)
+
+
+def gradients_again(parts: Any) -> BoundGradients | None:
+    """Return what `kept_with` has kept with the parts of a push, or None."""
+    return parts.gradients if type(parts) is WholeParts else None
+
+
+def kept_with(parts: Any, gradients: dict[str, Any]) -> dict[str, Any]:
+    """Return the gradients of a whole push, and keep them with its parts if these come again."""
+    if type(parts) is not WholeParts:
+        return gradients
+    if parts.gradients is None:
+        parts.gradients = BoundGradients(gradients)
+    return parts.gradients
+
+
+def same_again(before: BoundGradients, gradients: dict[str, Any]) -> BoundGradients:
+    """Return `before` if it has the same arrays as `gradients`, else these as a new object."""
+    same = before.keys() == gradients.keys()
+    if same and all(map(is_, before.values(), gradients.values())):
+        return before
+    return BoundGradients(gradients)
