@@ -57,10 +57,7 @@ _abandoned: set[Link] = set()
 
 
 class GroupCall:
-    """A ``with`` block around one call of the group, which only one thread at a time can enter.
-
-    To save time, a call in the training loop enters the same `GroupCall` object in every step.
-    """
+    """A reusable ``with`` block around a call of the group, for one thread at a time."""
 
     __slots__ = ("link", "name")
 
