@@ -222,7 +222,7 @@ def _keep_start(job, args, per_host: Mapping[str, int]) -> None:
     try:
         start_records.keep(job.folder, Path(args.job), facts)
     except OSError as error:  # a run without this record is still a good run
-        print(f"mpidist: this start is not kept in {job.folder}: {error}", file=sys.stderr)
+        print(f"mpidist: cannot record this start in {job.folder}: {error}", file=sys.stderr)
 
 
 def _again(args, ranks: int, crowded: bool) -> str:
@@ -259,7 +259,7 @@ def _report(job, summary, again: str) -> None:
     print(f"{done}: {', '.join(said)}, {summary.wall_seconds:.1f} s on {ranks}")
     if summary.skipped_records:
         print(
-            f"{summary.skipped_records} times a bad record was skipped; they are listed in "
+            f"bad records were skipped {summary.skipped_records} times; they are listed in "
             f"{job.folder / 'quarantine.jsonl'}"
         )
     if summary.ordered_sum_overhead is not None:

@@ -218,7 +218,7 @@ class Gradients:
         """
         if self._begun and self._next:
             self.refuse("Gradients.begin", ProtocolError(
-                "begin: buckets of the previous step are not summed yet; call reduce, which does so"
+                "begin: buckets of the previous step are not summed yet; call reduce first"
             ))  # fmt: skip
         with self.context.call("Gradients.begin"):
             share = arguments.checked_share(share, self._closed)

@@ -139,6 +139,6 @@ def wrong_ready(name, uses: Mapping[str, int], begun: bool) -> MpidistError:
         return ProtocolError(f"ready({name!r}) outside a step; call begin first")
     again = "a second time" if uses[name] == 1 else f"more than {uses[name]} times"
     return ProtocolError(
-        f"ready({name!r}) {again} in one step: it may have been sent. Call it once, when the "
-        f"gradient is final, or make Gradients with uses={{{name!r}: {uses[name] + 1}}}"
+        f"ready({name!r}) {again} in one step: the gradient may have been sent. Call ready once, "
+        f"when the gradient is final, or make Gradients with uses={{{name!r}: {uses[name] + 1}}}"
     )

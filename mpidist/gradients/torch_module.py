@@ -174,7 +174,7 @@ class Attached:
         if (now := (parameter.dtype, parameter.device, parameter.shape)) != slot.facts:
             self._refuse(
                 f"{slot.name!r} is {_words(*now)} now, and was {_words(*slot.facts)}; "
-                "attach after this"
+                "call md.attach after this"
             )
         if gradient.layout != sys.modules["torch"].strided:
             self._refuse(f"the gradient of {slot.name!r} is sparse; make its layer sparse=False")
@@ -236,8 +236,8 @@ class Attached:
             here, size = round(float(self.gradients.extras[0])), self.comm.size
             if here not in (0, size):
                 raise MismatchError(
-                    f"average: {here} of {size} ranks are in it, the others in another backward; "
-                    "all ranks must make the same number of backward passes before it"
+                    f"average: {here} of {size} ranks are in average, the others in another "
+                    "backward; all ranks must make the same number of backward passes first"
                 )
         else:
             arena = self.gradients.arena
@@ -260,7 +260,7 @@ class Attached:
                 if changed and (last or not missing):
                     error = ProtocolError(
                         f"average: the gradient of {slot.name!r} was changed after backward, when "
-                        "it had left already; call average() first, then clip or scale"
+                        "it had already been sent; call average() first, then clip or scale"
                     )
                     self.gradients.refuse("average", error)
             elif missing:
@@ -353,7 +353,7 @@ def _check_step(optimizer, *_) -> None:
     if known and None in owners.values():
         other = next(p for p in stepping if owners.get(id(p), p) is None)
         known.pop().gradients.refuse("optimizer.step", ConfigError(
-            f"optimizer.step: a parameter of shape {tuple(other.shape)} has a gradient that nobody "
-            "averages: it was frozen, or not there, when the module was attached; close() and "
-            "attach again, or give it an optimizer of its own"
+            f"optimizer.step: a parameter of shape {tuple(other.shape)} has a gradient that is "
+            "not averaged: the parameter was frozen or missing when the module was attached; close "
+            "and attach again, or give the parameter an optimizer of its own"
         ))  # fmt: skip

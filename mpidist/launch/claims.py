@@ -158,7 +158,7 @@ def _wrong_launcher(claim: Claim, library: str) -> str:
     if claim.launcher == "srun":
         other = "pmi2" if family == "Open MPI" else "pmix"
         return (
-            f"{seen}: it has not met its launcher; use srun --mpi={srun_mpi(library)} "
+            f"{seen}: it has no connection to its launcher; use srun --mpi={srun_mpi(library)} "
             f"(--mpi={other} is for the other MPI, 'srun --mpi=list' shows what there is), "
             f"or {family}'s own mpirun inside the batch script"
         )

@@ -65,7 +65,7 @@ def transport(environ: Mapping[str, str], library: str, single_host: bool) -> st
             words = [shared if lane in ("sm", "vader") else lane for lane in names]
             if single_host and shared in words:
                 return shared
-            return " + ".join(words) or "none but to itself"
+            return " + ".join(words) or "none, only messages to itself"
         if layer == "ucx":
             return f"UCX ({ucx})" if ucx else f"{shared} (UCX)" if single_host else "UCX"
         fabric = fabric if layer == "cm" else None

@@ -33,7 +33,7 @@ _LEAVING = Signature("leave", "", "")
 
 #: The error text if `Context.chain` differs between ranks.
 CHAIN_DIFFERS = (
-    "the ranks made different calls earlier, in which none of them waited for another; "
+    "the ranks made different calls earlier, and no rank waited for another in these calls; "
     "all ranks must make the same calls, with the same root"
 )
 
@@ -83,7 +83,7 @@ def _others_go_on(statuses) -> None:
     while time.monotonic() < end:
         statuses.answer()  # a rank that waits composes the error text
         time.sleep(0.01)
-    statuses.fail("other ranks go on after this one has left; all ranks must make the same calls")
+    statuses.fail("other ranks go on after this rank left; all ranks must make the same calls")
 
 
 def _give_up(seconds: float) -> None:

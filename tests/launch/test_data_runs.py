@@ -68,7 +68,7 @@ def test_bad_records_of_a_job(job):
     lines = [json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines()]
     assert {line["index"] for line in lines} == set(BAD)
     assert all("labels run from 200 to 200, expected 0 to 9" in line["reason"] for line in lines)
-    assert "4 times a bad record was skipped; they are listed in" in done.stdout
+    assert "bad records were skipped 4 times; they are listed in" in done.stdout
 
 
 def test_the_first_line_says_data_and_model(job):

@@ -207,7 +207,7 @@ def test_a_gradient_that_nobody_averages_is_refused(comm, torch):
         model.p["c"].requires_grad = True
         model.backward(1)
         gradients.average()
-        with pytest.raises(ConfigError, match=r"shape \(400, 10\) has a gradient that nobody"):
+        with pytest.raises(ConfigError, match=r"shape \(400, 10\) has a gradient that is not"):
             model.optimizer.step()
         model.p["c"].grad = None
         model.optimizer.step()
@@ -267,7 +267,7 @@ def test_ranks_with_more_passes_are_told(comm, torch, ranks_per_node):
         gradients.average()
     model.optimizer.zero_grad()
     model.backward(1)
-    text = f"{comm.size - 1} of {comm.size} ranks are in it, the others in another backward"
+    text = f"{comm.size - 1} of {comm.size} ranks are in average, the others in another backward"
     with pytest.raises(MismatchError, match=text):
         model.backward(1) if comm.rank == 1 else gradients.average()
     gradients.close()

@@ -57,7 +57,7 @@ def test_damage_on_one_rank_is_a_fallback_of_all(comm, folder, capfd):
         text = everywhere(comm, CheckpointError, lambda: store.restore({"x": like}))
         assert "step-000000000002" in text
         assert "step-000000000001: shard-00000.h5 is missing" in text
-        assert "set them anew" in text
+        assert "reset their values" in text
         comm.Barrier()
         if comm.rank == 0:
             last.unlink()
@@ -82,9 +82,9 @@ def test_an_older_step_of_another_model(comm, folder):
         like = {"w": np.zeros(3000)}
         text = everywhere(comm, ForeignCheckpoint, lambda: store.restore(like))
         assert "w has shape (3,) in the checkpoint, (3000,) here" in text
-        assert "set them anew before use" in text
+        assert "reset their values before use" in text
         text = everywhere(comm, ForeignCheckpoint, lambda: store.restore(like, step=1))
-        assert "set them anew" not in text
+        assert "reset their values" not in text
 
 
 @pytest.mark.ranks(3)

@@ -185,7 +185,7 @@ def test_a_rank_that_cannot_read(comm, folder, monkeypatch, error):
                     raise error
 
                 patch.setattr(files.os, "preadv", broken)
-            with pytest.raises(md.MpidistError, match="set them anew before use") as caught:
+            with pytest.raises(md.MpidistError, match="reset their values before use") as caught:
                 store.restore(state_of(comm, blank=True))
         assert len(set(comm.allgather(str(caught.value)))) == 1
         check(store.restore(state_of(comm, blank=True))[1], comm)
@@ -287,7 +287,7 @@ def test_one_rank_has_a_device(comm, folder, monkeypatch, batches):
         kind = cupy.asarray if comm.rank == 1 else np.array
         like = {name: kind(np.zeros(4000)) for name in reversed(values)}
         monkeypatch.setattr(fill, "host_empty", no_memory)
-        with pytest.raises(StorageError, match=r"no host memory.*set them anew") as caught:
+        with pytest.raises(StorageError, match=r"no host memory.*reset their values") as caught:
             store.restore(like)
         assert len(set(comm.allgather(str(caught.value)))) == 1
         assert len(batches) == 4  # each array is nearly as large as what may be staged
@@ -303,7 +303,7 @@ def test_one_rank_has_a_device(comm, folder, monkeypatch, batches):
             data[data.rindex(np.full(1, 19.0).tobytes())] ^= 1  # in the last array
             path.write_bytes(data)
         comm.Barrier()
-        with pytest.raises(CheckpointError, match=r"checksum; arrays may hold.*set them anew"):
+        with pytest.raises(CheckpointError, match=r"checksum; arrays may hold.*reset their values"):
             store.restore(like)
         assert len(batches) == 24 + 20  # what was read is passed on, good or bad
 

@@ -169,7 +169,7 @@ def test_a_copy_that_fails_while_arrays_are_filled(comm, place, monkeypatch, how
         kind = StorageError if how == "unreadable" else CheckpointError
         text = everywhere(comm, kind, lambda: store.restore(blank(comm)))
         assert "restore of step 2 from the nodes: rank 1 of 2" in text
-        assert "set them anew" in text
+        assert "reset their values" in text
 
 
 @pytest.mark.ranks(2)

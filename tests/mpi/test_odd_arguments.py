@@ -280,8 +280,8 @@ REFUSED = [
     (np.divide, "not associative and commutative"),
     (np.power, "not associative and commutative"),
     (np.arctan2, "not associative and commutative"),
-    (MPI.LAND, "MPI.LAND is not taken; pass np.logical_and"),
-    (MPI.MINLOC, "MPI.MINLOC is not taken; expected one of sum"),
+    (MPI.LAND, "MPI.LAND is not supported; pass np.logical_and"),
+    (MPI.MINLOC, "MPI.MINLOC is not supported; expected one of sum"),
     (max, "op max of type builtin_function_or_method is not known; expected one of sum"),
     (["sum"], r"op \['sum'\] of type list is not known"),
 ]  # fmt: skip

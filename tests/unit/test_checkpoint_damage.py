@@ -349,7 +349,9 @@ def test_numbers_that_are_damaged_everywhere(copy, step):
         data[data.rindex(state_of(number)["momentum"]["w"].tobytes())] ^= 1
         shard.write_bytes(data)
     with CheckpointStore(Solo(), copy) as store:
-        with pytest.raises(CheckpointError, match=r"checksum.*set them anew before use") as caught:
+        with pytest.raises(
+            CheckpointError, match=r"checksum.*reset their values before use"
+        ) as caught:
             store.restore(state_of(9), step)
         assert type(caught.value) is CheckpointError
         with pytest.raises(CheckpointError, match=r"checksum$") as caught:

@@ -222,7 +222,7 @@ def test_libsvm_lines(tmp_path):
     assert taken.kept.tolist() == [0, 1, 2, 7]
     assert [record.index for record in taken.bad] == [3, 4, 5, 6]
     reasons = " ".join(record.reason for record in taken.bad)
-    for words in ("line 5", "line 6: columns must ascend, and 2 does not", "'x'", "not finite"):
+    for words in ("line 5", "line 6: columns do not ascend at column 2", "'x'", "not finite"):
         assert words in reasons
     assert np.isnan(source.take([6])[0][0, 7]), "for models that know what to do with it"
     (tmp_path / "large").write_text("1 1:1e39\n")
@@ -240,7 +240,7 @@ def test_libsvm_lines(tmp_path):
     assert data.LibSVM(path, features=30).take([0])[0].shape == (1, 30)
     with pytest.raises(BadRecord, match="column 20 is beyond the 15 features"):
         data.LibSVM(path, features=15).take([0])
-    with pytest.raises(BadRecord, match="label -1 is no class"):
+    with pytest.raises(BadRecord, match="label -1 is unknown"):
         data.LibSVM(path, classes=[0, 1]).take([0, 2])
     with pytest.raises(ConfigError, match="cannot read"):
         data.LibSVM(tmp_path / "nowhere")

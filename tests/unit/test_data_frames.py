@@ -87,7 +87,7 @@ RGB, AUDIO = features(FRAMES[3][:, :1024]), features(FRAMES[3][:, 1024:])
         ({"rgb": None}, "no frames of a video: no list 'rgb'; there are audio"),
         ({"rgb": []}, "lists of {'rgb': 0, 'audio': 5} frames"),
         ({"rgb": [], "audio": []}, "lists of {'rgb': 0, 'audio': 0} frames"),
-        ({"rgb": RGB[:4]}, "lists of {'rgb': 4, 'audio': 5} frames, expected as many of each"),
+        ({"rgb": RGB[:4]}, "lists of {'rgb': 4, 'audio': 5} frames, expected equal numbers"),
         ({"audio": RGB}, r"audio: row 0 has \[1024\] bytes, not 128"),
         ({"rgb": [*RGB[:4], AUDIO[0]]}, r"rgb: row 4 has \[128\] bytes, not 1024"),
         ({"rgb": [*RGB[:4], wire.integers_feature([5])]}, r"rgb: row 4 has \[\] bytes"),

@@ -169,9 +169,9 @@ def test_many_labels(read):
     np.testing.assert_array_equal(dense, [[2, 0], [5, 0], [0, 1]])
     given = read(b"3,1 1:2\n3,nan 1:5\n", multilabel=True, classes=[3, 9])
     for index, label in ((0, "1"), (1, "nan")):
-        with pytest.raises(BadRecord, match=f"record {index}: its label {label} is no class"):
+        with pytest.raises(BadRecord, match=f"record {index}: its label {label} is unknown"):
             given.take([index])
-    with pytest.raises(BadRecord, match="its label inf is no class"):
+    with pytest.raises(BadRecord, match="its label inf is unknown"):
         read(b"inf 1:1\n", classes=[0, 1]).take([0])
 
 
@@ -183,7 +183,7 @@ def test_many_labels_of_a_job(tmp_path):
     assert train.take([0, 1])[1].tolist() == [[1, 1, 0], [0, 0, 1]]
     taken = BadRecordFilter(test).take(np.arange(2))
     assert taken.batch[1].tolist() == [[1, 0, 1]]
-    assert "its label 5 is no class" in taken.bad[0].reason
+    assert "its label 5 is unknown" in taken.bad[0].reason
 
 
 @pytest.mark.parametrize("multilabel", [False, True])

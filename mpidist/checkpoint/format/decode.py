@@ -35,7 +35,7 @@ def decode(data: bytes, contents: Sequence[bytes]) -> Manifest:
     for table, content in zip(tables, contents, strict=True):
         heads.append(content[: content.find(b"\n") + 1])
         if len(content) != table.size or hashlib.sha256(heads[-1]).hexdigest() != table.sha256:
-            raise Damaged(f"{table.name} is not the one that {NAME} names")
+            raise Damaged(f"{table.name} is not the table that {NAME} names")
     body = decode_digested(data, NAME, "sha256")
     with as_damage(NAME):
         if body["version"] < manifest.VERSION:

@@ -121,7 +121,7 @@ class Reader:
                         except OSError as error:
                             raise Damaged(f"{where} cannot be read: {error.strerror}") from error
                         if there < count:
-                            raise Damaged(f"{where} are cut short: {there} are there")
+                            raise Damaged(f"{where} are incomplete: only {there} bytes are there")
                         self._serve(group, room[:count])
             except BaseException as error:
                 errors.append(error)

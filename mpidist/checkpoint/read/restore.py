@@ -258,7 +258,7 @@ def spoiled(error: MpidistError) -> MpidistError:
     that the store is empty, and continue with arrays that are only partly filled.
     """
     kind = CheckpointError if isinstance(error, NoCheckpoint) else type(error)
-    told = kind(f"{error}; arrays may hold parts of that step now; set them anew before use")
+    told = kind(f"{error}; arrays may hold parts of that step now; reset their values before use")
     told.everywhere, told.secondary = True, error.secondary
     return told
 

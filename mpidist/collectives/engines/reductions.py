@@ -83,7 +83,7 @@ def known(op):
     for other, name, ufunc in _IN_NUMPY:
         if op == other:
             cure = f"pass np.{ufunc}" if ufunc else _expected()
-            raise ConfigError(f"op MPI.{name} is not taken; {cure}")
+            raise ConfigError(f"op MPI.{name} is not supported; {cure}")
     raise ConfigError(f"op is an MPI.Op of your own, which only MPI can call; {_expected()}")
 
 

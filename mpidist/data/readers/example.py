@@ -33,7 +33,7 @@ def varint(data: bytes, at: int, stop: int) -> tuple[int, int]:
         at, shift = at + 1, shift + 7
         if byte < 128:
             return value & (1 << 64) - 1, at
-    raise ValueError("a number has no end")
+    raise ValueError("a number is incomplete")
 
 
 def fields(data: bytes, span: Span) -> Iterator[tuple[int, int, Span]]:
@@ -130,7 +130,7 @@ def varints(flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if not len(flat):
         return np.empty(0, np.int64), ends
     if not len(ends) or ends[-1] != len(flat) - 1:
-        raise ValueError("a number has no end")
+        raise ValueError("a number is incomplete")
     starts = np.concatenate([[0], ends[:-1] + 1])
     lengths = ends - starts + 1
     if lengths.max() > 10:

@@ -150,7 +150,7 @@ class LibSVM:
         first = np.zeros(len(self.columns) + 1, bool)
         first[self.starts[:-1]] = True
         falls = self.columns[1:] <= self.columns[:-1]
-        self._mark(1 + np.flatnonzero(falls & ~first[1:-1]), "columns must ascend, and {} does not")
+        self._mark(1 + np.flatnonzero(falls & ~first[1:-1]), "columns do not ascend at column {}")
         lowest = 0 if zero_based else 1
         self._mark(np.flatnonzero(self.columns < lowest), f"column {{}} is below {lowest}")
         self._mark(np.flatnonzero(self.columns > _LAST), f"column {{}} is beyond {_LAST}")
@@ -242,7 +242,7 @@ class LibSVM:
         known = padded[classes] == labels
         if not known.all():
             wrong = int(np.flatnonzero(~known)[0])
-            raise BadRecord(int(indices[owners[wrong]]), f"its label {labels[wrong]:g} is no class")
+            raise BadRecord(int(indices[owners[wrong]]), f"its label {labels[wrong]:g} is unknown")
         if not self._multilabel:
             return classes.astype(np.int64)
         marks = np.zeros((len(indices), len(self.classes)), np.uint8)

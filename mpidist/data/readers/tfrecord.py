@@ -190,7 +190,7 @@ class TFRecords:
         files = np.searchsorted(self.bounds, rows, side="right") - 1
         for place in np.flatnonzero(ends - begins > _LONGEST):
             if files[place] in self._packed:
-                reason = f"it unpacks to {ends[place] - begins[place]} bytes, at most {_LONGEST} do"
+                reason = f"it unpacks to {ends[place] - begins[place]} bytes, more than {_LONGEST}"
                 raise BadRecord(int(rows[place]), reason)
         bounds = np.concatenate([[0], np.cumsum(ends - begins)])
         if room is None or len(room) < bounds[-1]:

@@ -160,7 +160,7 @@ def mark_entities(records: Laid, spans: np.ndarray, indices, labels: np.ndarray)
     open_ended = (lengths > 0) & (records.data[stops - 1] > 127)
     if open_ended.any():
         first = int(np.flatnonzero(open_ended)[0])
-        raise BadRecord(int(indices[first]), "no video: a number has no end")
+        raise BadRecord(int(indices[first]), "no video: a number is incomplete")
     owners = np.repeat(np.arange(len(indices)), lengths)
     shifts = stops - np.cumsum(lengths)
     flat = records.data[np.arange(len(owners)) + shifts[owners]]

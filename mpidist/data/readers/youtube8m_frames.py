@@ -96,9 +96,7 @@ class YouTube8MFrames(Videos):
             at += width
         count = max(counts.values())
         if count != min(counts.values()) or not count:
-            raise ValueError(
-                f"lists of {counts} frames, expected as many of each, and one at least"
-            )
+            raise ValueError(f"lists of {counts} frames, expected equal numbers, at least one")
         target[count:] = 0
         return min(count, self.frames)
 
