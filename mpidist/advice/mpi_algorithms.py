@@ -128,7 +128,7 @@ Passes = Mapping[str, Sequence[Mapping[int, float]]]
 
 
 def ratios(passes: Passes, name: str, nbytes: int, over: Setting = DEFAULT) -> list[float]:
-    """Return, for each measuring pass, the time of `over` divided by that of setting `name`."""
+    """Return, for each measuring pass, the time of `over` divided by the time of `name`."""
     pairs = zip(passes[over.name], passes.get(name, ()), strict=False)
     return [before[nbytes] / own[nbytes] for before, own in pairs if nbytes in own]
 

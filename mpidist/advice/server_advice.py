@@ -48,7 +48,8 @@ class StepFacts:
     memory
         Bytes that a rank may use; None if they are not known.
     slowest
-        In each step one rank, each time another one, takes this many times as long as usual.
+        In each step one rank takes this many times as long as usual; in each step it is another
+    rank.
     """
 
     parameters: int

@@ -143,13 +143,13 @@ def measure(
         median over the rounds; low and high are the ends of its 95 % interval. Two bandwidths in
         GB/s are defined as by nccl-tests: algbw is bytes / time, and busbw is algbw times 2(p-1)/p
         on p ranks. On one node, rows of 128 KiB and more also have limit, the time of a memory copy
-        divided by the time of the call. With `device`, rows have wire_bytes and wire_payload, the
-        bytes that a host sends per call with and without packet headers. With `torch`, the row of
-        PyTorch has over_arena, the time of PyTorch's call divided by the time of "auto" on an
-        arena. Rows of "auto" have best, the name of the fastest of `algorithms`, and against_best,
-        the time of this fastest algorithm divided by that of "auto". With `consistency`, rows of
-        "auto" also have consistent, the time of the fastest of all candidates divided by that of
-        "auto".
+        divided by the time of the call. With `device`, rows have wire_bytes, the bytes that a host
+        sends per call including packet headers, and wire_payload, the same without packet headers.
+        With `torch`, the row of PyTorch has over_arena, the time of PyTorch's call divided by the
+        time of "auto" on an arena. Rows of "auto" have best, the name of the fastest of
+        `algorithms`, and against_best, the time of this fastest algorithm divided by the time of
+        "auto". With `consistency`, rows of "auto" also have consistent, the time of the fastest of
+        all candidates divided by the time of "auto".
     """
     pool = _Pool(comm, nbytes, np.dtype(dtype), pool_size(nbytes, cold))
     candidates = _native(comm, pool, forms, consistency)

@@ -6,10 +6,10 @@ is sharded: each rank has a block of it. As the reference for saving, every rank
 share of the bytes to a plain file and syncs the file. As the reference for restoring, every rank
 reads from plain files as many bytes as it gets in a restore: the replicated half of the state, and
 its own block of the other half. In each round every candidate (an operation of mpidist or a
-reference) is timed once, in an order that changes from round to round. Each time is that of the
-slowest rank, counted from a barrier. The ratio in a result row is the time of the reference divided
-by the time of the operation, as the median over all rounds. Before each timing, all files are
-removed from the page cache of the system.
+reference) is timed once, in an order that changes from round to round. The time of an operation is
+the time from a barrier until the slowest rank has finished. The ratio in a result row is the time
+of the reference divided by the time of the operation, as the median over all rounds. Before each
+timing, all files are removed from the page cache of the system.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _write(path: Path, data: np.ndarray) -> None:
 
 
 def _read(folder: Path, size: int, inbox: np.ndarray) -> None:
-    """Fill the buffer `inbox` from the plain files of the ranks, beginning with that of rank 0."""
+    """Fill the buffer `inbox` from the plain files of the ranks, beginning with rank 0's file."""
     view = inbox.data
     for rank in range(size):
         with (folder / f"plain-{rank}").open("rb", buffering=0) as file:

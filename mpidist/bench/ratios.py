@@ -48,8 +48,8 @@ def interval(values: np.ndarray, resamples: int = 1000) -> tuple[float, float]:
 def against_best(mine: Measured, others: Mapping[str, Measured]) -> tuple[str, float]:
     """Return the name of the fastest of `others`, and the median of its time divided by `mine`.
 
-    The fastest one is chosen by its times in the even rounds, and compared with `mine` in the odd
-    rounds. If the same rounds were used for the choice and the comparison, the smallest of many
+    The fastest candidate is chosen by the times in the even rounds, and compared with `mine` in the
+    odd rounds. If the same rounds were used for the choice and the comparison, the smallest of many
     noisy medians would be too small by luck.
     """
     best = min(others, key=lambda name: float(np.median(others[name].seconds[::2])))

@@ -1,9 +1,9 @@
 """Do work on each rank of a store, and raise an error of one rank on all ranks.
 
-The functions `run_on_all` and `same_on_all` are those of `runtime.agreement`; only their argument
-`fault` is set here. The function `fault` chooses the class of the exception that all ranks raise.
-If one rank has an error of the file system or lacks memory, all ranks raise a StorageError, which
-says that the same call may succeed later. Any other exception that is not an error of mpidist
+The functions `run_on_all` and `same_on_all` are the functions of `runtime.agreement`, with the
+argument `fault` already set. The function `fault` chooses the class of the exception that all ranks
+raise. If one rank has an error of the file system or lacks memory, all ranks raise a StorageError,
+which says that the same call may succeed later. Any other exception that is not an error of mpidist
 becomes a CheckpointError.
 """
 

@@ -7,19 +7,19 @@ r"""Histories (branches) of a store: which step continues which, and which histo
     history 2    10                           the newest: `restore`, retention and readers follow it
 
 A save continues the step that its store restored or saved last. If a save continues the newest step
-of the newest history, it belongs to that history. A save begins a new history in two cases: first,
-if the run went back, so that the save continues a step that is not the newest one; second, if the
+of the newest history, it belongs to that history. A save begins a new history in two cases. First,
+the run went back to an older step, so the save continues a step that is not the newest. Second, the
 new step has a lower number than the step that the save continues. A new history gets the next free
-number. A new history branches off at the step that its first save continues. If the new step's
-number is not higher than that of the continued step, the history branches off just before the new
-step's number. A save that continues no step is allowed only if the folder holds no good step, or if
-the store ignores the steps in it (``fresh=True``). The line of a history is the whole sequence of
-steps that led to its last step. A line begins with steps of the older histories that this history
-continues, each up to the step where the next one branches off, and ends with the history's own
-steps. In the line of a history, the step numbers increase. The newest history is the one with the
-highest number that has a committed step. Saves add steps only to the newest history. The last step
-of the newest history is called the newest step of the store, even if another step has a higher
-number.
+number. A new history branches off at the step that its first save continues. If the number of the
+new step is not higher than the number of the continued step, the history branches off just before
+the new step's number. A save that continues no step is allowed only if the folder holds no good
+step, or if the store ignores the steps in it (``fresh=True``). The line of a history is the whole
+sequence of steps that led to its last step. A line begins with steps of the older histories that
+this history continues, each up to the step where the next history branches off, and ends with the
+history's own steps. In the line of a history, the step numbers increase. Of the histories that have
+a committed step, the newest is the history with the highest number. Saves add steps only to the
+newest history. The last step of the newest history is called the newest step of the store, even if
+another step has a higher number.
 
 The names of folders and files show which steps and histories exist, so one listing of the store's
 folder is enough to find them:
@@ -31,9 +31,9 @@ folder is enough to find them:
 A mark, the file that says where a history begins, is on stable storage before the first step of the
 history is renamed to its final name. The mark stays while the store has a step of this history, or
 of a history that continues it. A history without a committed step is never the newest. If the
-process is killed while it begins a history, the newest history is either the former newest one or
-the new one. Only the process that holds the store's lock creates marks. In a store without marks,
-all steps belong to history 0.
+process is killed while it begins a history, the newest history afterwards is either the new
+history, or the history that was the newest before. Only the process that holds the store's lock
+creates marks. In a store without marks, all steps belong to history 0.
 """
 
 from __future__ import annotations
@@ -271,9 +271,9 @@ def everything(
 ) -> tuple[list[Entry], Histories]:
     """Return the committed step folders of all histories, newest first, and the folder's listing.
 
-    With `history`, return only the step folders of this history and those of the older histories
-    that it continues. With `step`, return only folders of this step. Raises NoCheckpoint if no step
-    folder fits `step` and `history`.
+    With `history`, return only the step folders of this history and of the older histories that it
+    continues. With `step`, return only folders of this step. Raises NoCheckpoint if no step folder
+    fits `step` and `history`.
     """
 
     def pick(listed: Histories) -> list[Entry]:

@@ -99,8 +99,8 @@ class CheckpointStore(Store):
     -----
     A save continues the step that this store restored or saved last. If the folder holds newer
     steps, for example after ``restore(step=900)``, the save begins a branch. After a save that
-    begins a branch, `restore`, `keep` and programs that load use the steps of the branch. The steps
-    that the branch does not continue stay on the disk, as another history.
+    begins a branch, `restore`, `keep` and programs that load a step use the steps of the branch.
+    The steps that the branch does not continue stay on the disk, as another history.
 
     All ranks call every method, and an error on one rank is raised on all ranks. Use the store in a
     ``with`` block, or call `close`.
@@ -147,8 +147,8 @@ class CheckpointStore(Store):
         ----------
         step : int
             The number of the step, the same on all ranks. Saving the last step again replaces that
-            step; at every moment the old or the new version is on the disk. A number lower than
-            that of the last step begins a branch.
+            step; at every moment the old or the new version is on the disk. If the number is lower
+            than the number of the last step, the save begins a branch.
         state : dict
             Nested dicts with string keys. An array that is not a `Shard` is replicated: it must be
             equal on all ranks that have it. A replicated array is written only once: each of the
@@ -266,8 +266,8 @@ class CheckpointStore(Store):
     def all_steps(self, *, history: int | None = None) -> list[int]:
         """Return the committed steps of a history (branch), ascending. Collective.
 
-        A history is a sequence of saved steps, each computed from the one before; None means the
-        newest history. The returned list includes the steps of older histories that the chosen
+        A history is a sequence of saved steps, each computed from the step before it; None means
+        the newest history. The returned list includes the steps of older histories that the chosen
         history continues. The step of a save that is still running is not in the list. Raises
         NoCheckpoint when the given `history` does not exist; the message lists the histories that
         exist.
@@ -280,8 +280,8 @@ class CheckpointStore(Store):
     def delete(self, step: int, *, history: int | None = None) -> None:
         """Remove a step, by default of the newest history (branch). Collective.
 
-        If the step was the last one of its history (branch), the step before it becomes the last
-        one. Raises NoCheckpoint if the step does not exist, and CheckpointError if another job
+        If the step was the last step of its history (branch), the step before it becomes the last
+        step. Raises NoCheckpoint if the step does not exist, and CheckpointError if another job
         saves to the folder.
         """
         with self._call("delete"):
@@ -302,7 +302,7 @@ class CheckpointStore(Store):
             files.sync(root)
 
     def verify(self, step: int | None = None) -> int:
-        """Check every byte of a step, by default of the newest one. Collective.
+        """Check every byte of a step, by default of the newest step. Collective.
 
         The files of the step are divided among the ranks for reading. Returns the total number of
         bytes that were checked. If a file is damaged, raises a CheckpointError that describes the

@@ -64,8 +64,8 @@ class TieredStore(Store):
 
     Notes
     -----
-    The methods are those of `CheckpointStore`. If a node cannot keep a copy, no error is raised:
-    the store reports the reason on stderr, and saves the step only in the shared folder.
+    The class has the same methods as `CheckpointStore`. If a node cannot keep a copy, no error is
+    raised: the store reports the reason on stderr, and saves the step only in the shared folder.
     """
 
     def __init__(
@@ -145,9 +145,9 @@ class TieredStore(Store):
     def hold(self, step: int, state: Mapping) -> bool:
         """Save `state` on the nodes only; return whether all nodes hold the step. Collective.
 
-        If this run did not begin with a restore from the nodes' copies, and has saved nothing yet,
-        the step is saved in the shared folder, too: only a save to the shared folder may begin a
-        history, and may remove the copies of another history.
+        If this run did not begin with a restore from the nodes' copies, and has not saved any step
+        yet, the step is saved in the shared folder, too. The reason is that only a save to the
+        shared folder may begin a history, or remove the copies of another history.
         """
         with events.span("tiers.hold"), self._call("hold"):
             check = partial(checked_step, step, needed=True)

@@ -56,7 +56,7 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
         With op="mean": the weight of this rank's array, for example its number of samples.
     reproducible : bool
         Return the same bits whatever the `algorithm`, the MPI library and the nodes on which the
-        ranks are. The order of additions is then that of ``schedules/fixed_tree.py``. With
+        ranks are. ``schedules/fixed_tree.py`` describes the order of the additions. With
         ``reproducible=True``, `algorithm` is checked but not used.
 
     Raises
@@ -201,9 +201,9 @@ def iallreduce(
 ) -> Handle:
     """Begin an allreduce and return a `Handle`; do not use `x` before the operation has ended.
 
-    Collective over `comm`, in the same order on all ranks. The parameters are those of `allreduce`.
-    The function returns at once, even if other ranks are late; only the first call on `comm` waits
-    for the other ranks.
+    Collective over `comm`, in the same order on all ranks. The parameters are the same as for
+    `allreduce`. The function returns at once, even if other ranks are late; only the first call on
+    `comm` waits for the other ranks.
 
     ``handle.test()`` makes progress for the operation, and so does every collective of mpidist that
     waits in this thread. A program may therefore wait for its handles in any order. MPI calls that
@@ -285,8 +285,8 @@ def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> Plan:
     """Prepare an in-place allreduce of `x`; calling the result runs it and returns `x`.
 
     Collective over `comm`. Each call of the returned plan is collective as well. Parameters and
-    errors are those of `allreduce`. The plan keeps its memory until all ranks call ``close()``, or
-    leave the ``with`` block of the plan.
+    errors are the same as for `allreduce`. The plan keeps its memory until all ranks call
+    ``close()``, or leave the ``with`` block of the plan.
 
     >>> with md.plan(comm, gradient, "mean") as reduce:
     ...     for batch in batches:

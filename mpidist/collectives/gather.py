@@ -26,9 +26,9 @@ from .schedules import algorithms
 def gather(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
     """Give the root the blocks of all ranks, one after the other; returns None on other ranks.
 
-    Collective over `comm`. Parameters and errors are those of `allgather`. In addition, `root` is
-    the rank that gets the blocks. The algorithms of `gather` are "auto" (the same as "direct"),
-    "direct" and "native".
+    Collective over `comm`. Parameters and errors are the same as for `allgather`. In addition,
+    `root` is the rank that gets the blocks. The algorithms of `gather` are "auto" (the same as
+    "direct"), "direct" and "native".
     """
     context = of(comm)
     with context.call("gather"):

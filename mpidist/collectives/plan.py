@@ -45,9 +45,9 @@ class CachedPlan:
     def run(self, vector) -> None:
         """Run the operation on a 1-D vector, in place, and wait for its end. Collective.
 
-        This method is for all operations but allreduce: those with a root, and those on blocks. The
-        method returns when this rank's part is done: in a broadcast, for example, other ranks may
-        still be waiting for data.
+        This method is for all operations except allreduce: operations with a root, and operations
+        on blocks. The method returns when this rank's part is done: in a broadcast, for example,
+        other ranks may still be waiting for data.
         """
         context = self.context
         number = context.begin(self.signature, self.runs)

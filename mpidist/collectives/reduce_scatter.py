@@ -36,7 +36,7 @@ def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"
     counts : sequence of int, optional
         The number of rows of each rank's block; the sum is ``len(x)``, and blocks may be empty. All
         ranks pass the same numbers. By default the lengths of blocks differ by at most one row, and
-        the first blocks are the longer ones.
+        the longer blocks come first.
     out : array, optional
         The array that receives this rank's block.
     algorithm : str

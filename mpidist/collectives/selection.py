@@ -209,7 +209,7 @@ def _from_rank_0(context: Context, data: bytes) -> bytes:
 
 
 def _measure(context: Context, signature: Signature, reduction, n: int, make, names) -> dict:
-    """Return the fastest of the algorithms `names`, its share of rounds won, and all times."""
+    """Return the fastest algorithm, the share of rounds in which it was fastest, and all times."""
     probe = signature._replace(kind="selection", shape=f"({n})")
     plans = [make(context, probe, reduction, (n,), name) for name in names]
     data = np.zeros(n, reduction.work)

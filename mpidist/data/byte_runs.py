@@ -91,7 +91,7 @@ class RunReader:
         self._next, self._told = (-1, -1), 0
 
     def read(self, runs: Sequence[ByteRun]) -> int:
-        """Read all `runs` (byte ranges of files); return how many precede the first incomplete one.
+        """Read all `runs` (byte ranges of files); return the number of the first incomplete run.
 
         A run (a range of bytes) is incomplete if the file ends before the end of the run, for
         example because the file has become shorter. The missing bytes of an incomplete run are set

@@ -114,7 +114,7 @@ class Loader:
     source : Source
     plan : callable
         A function that returns an iterator over the next batches. Each batch is an array of
-        indices, and the first batch is the one that will be taken next. The iterator runs in the
+        indices, and the first batch is the batch that will be taken next. The iterator runs in the
         thread that reads ahead.
     loading : Loading
 

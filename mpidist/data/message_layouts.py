@@ -67,8 +67,8 @@ class Layouts:
         """Return where the values lie in the serialised record `data`, as spans (begin, end).
 
         If no known layout fits the record, ``decoded(data)`` is called. The function `decoded`
-        must return two lists of spans: those of the values, and those of all bytes that may differ
-        between records of the same layout.
+        must return two lists of spans: the spans of the values, and the spans of all bytes that may
+        differ between records of the same layout.
         """
         padded = np.frombuffer(bytes(8) + data, np.uint8)
 

@@ -65,9 +65,9 @@ class BadRecordFilter:
     def take(self, indices: np.ndarray) -> Batch:
         """Return the good samples at `indices`.
 
-        Raises SourceError if no record of the source could be read in several tries, ConfigError if
-        the source returned a wrong number of samples, or the exception of the source if no single
-        record is its cause.
+        Raises SourceError if no record of the source could be read in several tries. Raises
+        ConfigError if the source returned a wrong number of samples. Raises the exception of the
+        source if no single record is the cause of this exception.
         """
         for number in range(1, TRIES + 1):
             try:

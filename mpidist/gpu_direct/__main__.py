@@ -23,7 +23,7 @@ _COUNTS = (1, 1000, 20_000, 3_000_000)
 
 
 def probe(comm) -> list[str]:
-    """Run operations on device arrays; return those with wrong results. Collective over `comm`."""
+    """Run operations on device arrays; return which had wrong results. Collective over `comm`."""
     from mpi4py import MPI
 
     cupy = arrays.load_cupy()

@@ -26,7 +26,7 @@ class Settings(NamedTuple):
 
 
 def check_settings(parameters, asked: Settings) -> tuple[Settings, dict[str, tuple], Any, dict]:
-    """Check the arguments of `Gradients`; raise ConfigError for invalid ones.
+    """Check the arguments of `Gradients`; raise ConfigError for invalid arguments.
 
     Returns four values: the settings to use, a dict of each parameter's (shape, dtype), the module
     of the arrays (numpy or cupy), and a dict of everything that must be equal on all ranks.

@@ -1,8 +1,8 @@
 """Check, when a job starts, which cores the ranks may use.
 
-Three mistakes in a launch raise no error, but make the job slow: several ranks are bound to the
-same core; all ranks are bound to one core although the host has many; in every rank, BLAS starts a
-thread for each core of the host.
+Three mistakes in a launch raise no error, but make the job slow. First, several ranks may be bound
+to the same core. Second, all ranks may be bound to one core although the host has many cores.
+Third, BLAS may start a thread for each core of the host in every rank.
 """
 
 from __future__ import annotations

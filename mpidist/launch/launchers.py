@@ -30,7 +30,7 @@ MPICH_YIELDS = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "MPIR_CVAR_POLLS_BEFORE_YIE
 
 
 def find_launcher(python: str | os.PathLike | None = None) -> Path:
-    """Return the mpiexec in the folder of a Python interpreter, or else the first one on PATH.
+    """Return the mpiexec in the folder of a Python interpreter, or else the first on PATH.
 
     Raises
     ------

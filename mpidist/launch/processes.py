@@ -202,7 +202,7 @@ def kill_all() -> None:
 
 
 def run(args, *, env=None, cwd=None, timeout: float = 60) -> Finished:
-    """Run a command to its end or its deadline, and leave no process of it behind."""
+    """Run a command to its end or its deadline, and then end all its processes."""
     return Started(args, env=env, cwd=cwd).finish(timeout)
 
 
@@ -246,9 +246,9 @@ def mpi_segments(pids: list[int]) -> set[Path]:
 def forgotten_segments(age: float) -> set[Path]:
     """Return the files in /dev/shm that MPICH has made recently and that no process has mapped.
 
-    A rank that is killed in MPI_Init leaves its file in /dev/shm behind, and `mpi_segments` finds
-    no process that maps the file. `age` is the greatest age of a file in seconds. The function
-    lists the files twice, because a rank that begins makes the file before it maps the file.
+    If a rank is killed in MPI_Init, its file stays in /dev/shm, and `mpi_segments` finds no process
+    that maps the file. `age` is the greatest age of a file in seconds. The function lists the files
+    twice, because a rank that begins makes the file before it maps the file.
     """
 
     def look() -> set[Path]:
@@ -270,9 +270,9 @@ def forgotten_segments(age: float) -> set[Path]:
 def remove_session(pid: int, env: Mapping[str, str]) -> None:
     """Remove the session folder of an Open MPI launcher that has ended.
 
-    A killed launcher leaves its session folder behind. The next launcher with the same pid then
-    fails: "The PMIx server's listener thread failed to start". To prevent this error, call this
-    function after the end of a launcher, and between fork and exec of a new launcher.
+    If a launcher is killed, its session folder stays on the disk. The next launcher with the same
+    pid then fails: "The PMIx server's listener thread failed to start". To prevent this error, call
+    this function after the end of a launcher, and between fork and exec of a new launcher.
 
     Parameters
     ----------

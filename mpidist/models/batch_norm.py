@@ -84,7 +84,7 @@ def sync_batch_norm(comm, x, axis, eps: float = 1e-5):
     """Return (y, mean, variance, saved); y is `x` normalised by the moments of all ranks' batches.
 
     Collective over `comm`. Use `mean` and `variance` to update running statistics. Pass `saved` to
-    `sync_batch_norm_backward`. The parameters except `eps` are those of `sync_moments`.
+    `sync_batch_norm_backward`. `comm`, `x` and `axis` have the same meaning as in `sync_moments`.
     """
     xp = array_module(x)
     with call_guard(comm, "sync_batch_norm"):  # a bad `eps` of one rank is an error on all ranks

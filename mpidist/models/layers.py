@@ -95,7 +95,7 @@ class Dense(NamedTuple):
         return y, x
 
     def backward(self, parameters, x, dy, gradients, ready=_nothing, first=False):
-        """Write the gradients of weight and bias; return that of x, or None for the first layer."""
+        """Write the gradients of weight and bias; return dx, or None for the first layer."""
         self.backward_weights(parameters, x, dy, gradients, ready)
         return None if first else self.backward_input(parameters, x, dy)
 
@@ -118,7 +118,7 @@ class Convolution:
     """Convolution of images with square kernels, after `pad` zeros are added at each border.
 
     The stride is 1. A convolution copies every window of the image into a column of a matrix. All
-    calls use one scratch array for this matrix, because allocating it anew would cause page faults,
+    calls use one scratch array for this matrix, because a new allocation would cause page faults,
     which take half the time of a step. `backward` copies the windows again if another call has
     overwritten the matrix of windows. If several batches wait for their backward pass, copying
     again is faster than keeping one matrix for each batch. For a 5 x 5 kernel the matrix is 25
@@ -150,7 +150,7 @@ class Convolution:
         return y.reshape(len(x), self.outputs, rows, cols, x.shape[4]), x
 
     def backward(self, parameters, x, dy, gradients, ready=_nothing, first=False):
-        """Write the gradients of weight and bias; return that of x, or None for the first layer."""
+        """Write the gradients of weight and bias; return dx, or None for the first layer."""
         self.backward_weights(parameters, x, dy, gradients, ready)
         return None if first else self.backward_input(parameters, x, dy)
 

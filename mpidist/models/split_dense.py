@@ -7,10 +7,10 @@ All ranks have the same x, and get the same y. With 4 ranks, rank 1 has:
     columns    weight[:, 1/4 to 2/4], bias[1/4 to 2/4]     y: allgather    dx: sum by allreduce
     rows       weight[1/4 to 2/4, :], bias                 y: allreduce    dx: allgather
 
-With `columns`, both passes together send ``n * outputs`` values by allgather and ``n * inputs``
-values by allreduce, for n samples; with `rows` they send ``n * inputs`` values by allgather and ``n
-* outputs`` values by allreduce. So `columns` suits a layer with more outputs than inputs, such as a
-classifier with many classes, and `rows` suits a layer with more inputs than outputs.
+For n samples, with `columns` both passes together send ``n * outputs`` values by allgather and ``n
+* inputs`` values by allreduce. With `rows` both passes send ``n * inputs`` values by allgather and
+``n * outputs`` values by allreduce. So `columns` suits a layer with more outputs than inputs, such
+as a classifier with many classes, and `rows` suits a layer with more inputs than outputs.
 
 Every rank adds the same terms as a rank with the whole layer. Gathered values have the same bits as
 in the whole layer, if BLAS computes a part of a product in the same way as the whole product.
@@ -127,9 +127,9 @@ class SplitDense:
     def backward(
         self, parameters, x, dy, gradients, ready: Callable[[str], None] = _nothing, first=False
     ):
-        """Write the gradients of this rank's part; return that of x, or None for the first layer.
+        """Write the gradients of this rank's part; return dx, or None for the first layer.
 
-        Collective over `comm`, unless the layer is the first one.
+        Collective over `comm`, unless the layer is the first layer.
         """
         self.backward_weights(parameters, x, dy, gradients, ready)
         return None if first else self.backward_input(parameters, x, dy)

@@ -100,7 +100,7 @@ class Tagger:
 
 
 def tagger(inputs: int = 1152, classes: int = 3862, hidden: int = 0, seed: int = 0) -> Tagger:
-    """Make a `Tagger`; the default sizes are those of the video features of YouTube-8M."""
+    """Make a `Tagger`; the default sizes fit the video features of YouTube-8M."""
     return Tagger(
         checked_whole("tagger: inputs", inputs, 1),
         checked_whole("tagger: classes", classes, 1),

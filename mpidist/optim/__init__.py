@@ -53,7 +53,7 @@ def from_settings(name: str, settings: Mapping) -> Optimizer:
 
     `settings` are the keyword arguments of the function with that name, such as `sgd`. ``lr`` may
     be a number, or a table with the key ``schedule`` and the keywords of that schedule, as in
-    ``{"lr": {"schedule": "cosine", "lr": 0.05, "steps": 2000}}``; The attribute
+    ``{"lr": {"schedule": "cosine", "lr": 0.05, "steps": 2000}}``; the attribute
     ``Optimizer.settings`` has the same form as `settings`. The key ``clip_norm`` makes an optimizer
     that clips gradients (see `clipped`). Raises ConfigError for an unknown name or key (the message
     suggests the nearest known one), or for a missing key.

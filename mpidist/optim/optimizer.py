@@ -70,9 +70,9 @@ class Optimizer:
     inner : Optimizer or None
         The optimizer that gets the gradients after they are clipped, see `clipped`.
 
-    If `update` has an attribute ``bind``, then ``bind(gradients, state, parameters)`` returns a
-    function of `weight` that makes the update of these very arrays, which it has looked up once, or
-    None if that would save no time. It has the same bits.
+    `update` may have an attribute ``bind``. ``bind(gradients, state, parameters)`` then returns a
+    function of `weight`, which updates the given arrays without looking them up again. ``bind``
+    returns None if this would save no time. It has the same bits.
     """
 
     name: str

@@ -16,8 +16,9 @@ def sgd(lr: Rate, weight_decay: float = 0.0) -> Optimizer:
     updates, and `weight_decay` is 0. A parameter server in synchronous mode (SSP with staleness 0)
     therefore gives the same result as serial training.
 
-    If a gradient has only some rows of a parameter, the weight decay of the other rows is skipped;
-    without weight decay the result is that of a gradient with zeros in the other rows.
+    If a gradient has only some rows of a parameter, the weight decay of the other rows is skipped.
+    Without weight decay, the result is the same as with a gradient that has zeros in the other
+    rows.
 
     Parameters
     ----------

@@ -239,7 +239,7 @@ class Context:
     def call(self, kind: str) -> Call:
         """Return the guard (a context manager) for a call of the public function named `kind`.
 
-        Entering the guard raises ProtocolError while another thread has a call under way. An
+        Entering the guard raises ProtocolError while a call of another thread is running. An
         exception inside the ``with`` block is sent to the other ranks by `raised` or `break_off`.
         Inside the block, the same thread may call other public functions.
         """

@@ -216,7 +216,7 @@ def _some(names: list[str]) -> str:
 
 @contextmanager
 def node_once(comm: MPI.Intracomm, *, ranks_per_node: int | None = None):
-    """Let one rank per node do work such as a download before the other ranks of its node go on.
+    """Let one rank per node do work such as a download before the other ranks continue.
 
     Collective over `comm`. On the leader of each node, the ``with`` statement gives True, and the
     body runs at once. On the other ranks, the ``with`` statement gives False, and the body runs

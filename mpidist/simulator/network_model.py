@@ -15,7 +15,8 @@ The model is LogGP (Alexandrov, Ionescu, Schauser, Scheiman, SPAA 1995) with som
 
 `burst` describes links whose rate is limited by a token bucket. After a pause, a link with a token
 bucket sends `burst` bytes at the faster rate `peak`, so an algorithm that pauses between messages
-sends the next ones faster. For links that are not limited by a token bucket, `burst` is 0.
+sends the message after a pause faster. For links that are not limited by a token bucket, `burst` is
+0.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def with_node_phases(name: str, problem: Problem) -> Problem:
     """Return `problem`; for ``hierarchical``, add the shared-memory work to the cost of each call.
 
     For the work in shared memory, a rank copies its input in, adds up one part of the vectors of
-    all ranks, and copies the sums out. The time of each copy is that of a message inside the node,
+    all ranks, and copies the sums out. Each copy takes as long as a message inside the node,
     because such a message is a copy as well.
     """
     if name != HIERARCHICAL:

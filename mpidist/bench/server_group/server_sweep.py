@@ -1,10 +1,11 @@
 """`mpidist bench servers`: compare workers and servers with plain messages and an allreduce.
 
-In each round of a case, four things are timed one after the other: a `push_pull` under BSP; the
-same bytes and update in plain mpi4py (`raw_exchange`); an allreduce of the gradients over the
-workers; and a whole step, in which a worker sleeps for its share of the computation and then calls
-`push_pull`. Sleeping ranks need no core, so the result hardly depends on the number of cores. The
-time of a round is that of its slowest worker.
+In each round of a case, four operations are timed one after the other. The first is a `push_pull`
+under BSP, and the second sends the same bytes and makes the same update in plain mpi4py
+(`raw_exchange`). The third is an allreduce of the gradients over the workers. The fourth is a whole
+step, in which a worker sleeps for its share of the computation and then calls `push_pull`. Sleeping
+ranks need no core, so the result hardly depends on the number of cores. The time of a round is the
+time of its slowest worker.
 
 The ideal speed-up of n workers is n, because n workers would be n times as fast as one worker if
 messages took no time.

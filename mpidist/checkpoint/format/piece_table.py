@@ -146,7 +146,7 @@ class Geometry:
 
     @cached_property
     def last(self) -> np.ndarray:
-        """Position just behind each piece's last element, counted as in `low`.
+        """Position just after each piece's last element, counted as in `low`.
 
         The value is undefined for an empty piece.
         """
@@ -240,8 +240,8 @@ def _unseparated(it: Geometry, which: np.ndarray) -> np.ndarray:
 def distinct(grid: Grid, rows: np.ndarray) -> np.ndarray:
     """Return the rows that are left when empty pieces and repeated regions are removed.
 
-    Of several rows with the same region, the first one is left. All pieces must lie inside their
-    tensors.
+    If several rows have the same region, only the first of them is left. All pieces must lie inside
+    their tensors.
     """
     filled = sizes(rows) > 0
     low = Geometry(grid, rows).low

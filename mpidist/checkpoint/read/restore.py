@@ -282,7 +282,7 @@ def _described(path: Path, leaf) -> Leaf:
 def _is_alone(size: int, answer: FoundStep, items: list) -> bool:
     """Whether ranks mostly read different bytes, so that reads without the page cache are faster.
 
-    The result is an estimate, which assumes that each rank reads as many bytes as this one.
+    The result is an estimate, which assumes that each rank reads as many bytes as this rank.
     """
     common = {answer.tensors[number].path for number in answer.common}
     own = sum(array_of(x).nbytes for path, x in items if has_array(x) and path not in common)
@@ -308,7 +308,7 @@ def _check_same(wishes: Sequence[Wish]) -> None:
 def _answer(name: str, entry: Entry, manifest: Manifest, wishes: Sequence[Wish]) -> FoundStep:
     """Return what rank 0 sends to all ranks: a description of the step in the folder `name`.
 
-    Raise ForeignCheckpoint if the arrays of the step do not match those of some rank.
+    Raise ForeignCheckpoint if the arrays of the step do not match the arrays of some rank.
     """
     tensors, count = manifest.tensors, len(manifest.tensors)
     found = share_manifest.layout_of(manifest, manifest.rows)

@@ -109,7 +109,7 @@ def sync(descriptor: int) -> None:
 def rename(old: str, new: str, folder: int) -> None:
     """Rename a file or folder within `folder`.
 
-    The call fails if the new name is that of a folder that is not empty.
+    The call fails if a folder has the new name and is not empty.
     """
     os.rename(old, new, src_dir_fd=folder, dst_dir_fd=folder)
 

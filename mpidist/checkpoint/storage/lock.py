@@ -1,7 +1,7 @@
 """The lock that lets only one job at a time save into a folder of checkpoints.
 
 Rank 0 holds a lock on the file ``.lock`` from its first save until the store is closed. The system
-releases the lock when the process ends, so a dead job never blocks the next one. The process that
+releases the lock when the process ends, so a dead job never blocks the next job. The process that
 takes the lock writes its process number, its host and the time into the file; these are called its
 name. Some file systems do not share locks between hosts, so two jobs on two hosts can hold the lock
 at once. If two jobs hold the lock, the file has the name of the later job. Before the earlier job

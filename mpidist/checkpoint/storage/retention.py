@@ -85,8 +85,8 @@ def _is_dead(name: str, root: int) -> bool:
 
     The process that writes into a folder locks the file OWNER in it. If the process ran on this
     host, and the file OWNER is not locked, the process has ended. Some file systems do not share
-    locks between hosts, so if the process ran on another host, or the file OWNER is missing, the
-    process counts as ended only if the folder is also old, by the clock of the file system.
+    locks between hosts. So if the process ran on another host, or the file OWNER is missing, the
+    process counts as ended only if the folder is also old by the clock of the file system.
     """
     with files.folder(name, root) as folder:
         try:
@@ -106,7 +106,7 @@ def _is_dead(name: str, root: int) -> bool:
 
 
 def _age(folder: int, root: int) -> float:
-    """Return by how many seconds the last change of `folder` is older than that of `root`.
+    """Return how many seconds before the last change of `root` the last change of `folder` was.
 
     `root` is the folder of the store.
     """

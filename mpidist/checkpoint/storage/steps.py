@@ -5,8 +5,8 @@
     PATH/step-000000001200-h2/     step 1200 of history 2; the two above are of history 0
     PATH/.tmp-step-...             a save that is not committed; readers ignore it
 
-A folder is ignored if its name is not that of a step folder. Module `histories` finds out which
-saved step was computed from which older one.
+Folders with other names are ignored. Module `histories` finds out from which older step each saved
+step was computed.
 """
 
 from __future__ import annotations

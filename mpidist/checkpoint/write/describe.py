@@ -18,8 +18,8 @@ class Survey(NamedTuple):
 
     `arrays` has the leaves that are arrays or shards of arrays. `marks` has the path, dtype, shape
     and region (a shard's index ranges in the whole array) of each of them. If the marks are equal
-    to those of the last save, the plan of that save (which rank writes what) can be used again.
-    `extras` has (path, value) pairs of all other leaves, with values that JSON can hold.
+    to the marks of the last save, the plan of the last save (which rank writes what) can be used
+    again. `extras` has (path, value) pairs of all other leaves, with values that JSON can hold.
     """
 
     arrays: list[Any]

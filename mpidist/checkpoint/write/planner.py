@@ -8,8 +8,8 @@
 
 A plan depends on the names, dtypes, shapes and regions (index ranges of shards) of the arrays of
 all ranks. At each save, every rank compares these properties of its own arrays (names, dtypes,
-shapes and regions) with those in the last plan. The key of a plan is a digest of the properties on
-which the plan depends, on all ranks, so two plans with equal keys are equal.
+shapes and regions) with the last plan. The key of a plan is a digest of the properties on which the
+plan depends, on all ranks, so two plans with equal keys are equal.
 """
 
 from __future__ import annotations

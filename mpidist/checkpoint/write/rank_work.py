@@ -1,4 +1,4 @@
-"""The work of a rank in a save: the pieces of arrays that it holds, and those that it writes.
+"""The work of a rank in a save: the pieces of arrays that it holds and that it writes.
 
 A piece is a part of an array that is stored as one data set. The lists of pieces are computed once
 for each plan (which rank writes what), and all saves with the same plan use them. If a save of many
@@ -76,7 +76,7 @@ class Work:
 
     @cached_property
     def gaps(self) -> list[int]:
-        """Number of zero bytes behind each piece in the shard file."""
+        """Number of zero bytes after each piece in the shard file."""
         sizes = self._nbytes(self._share.writes)
         offsets, end = hdf5_layout.place(sizes)
         return (np.diff(np.append(offsets, end)) - sizes).tolist()

@@ -125,7 +125,7 @@ def forward_parts(
     memory, it has already failed in `receive_buffers`, before other ranks wait for its messages.
     Return, for each piece that this rank writes, an array with its values. If a piece cannot be
     sent, return the exception in place of the arrays; the caller raises it. The rank then sends
-    empty messages in place of this piece and all later ones, so that no writing rank waits for
+    empty messages instead of this piece and all later pieces, so that no writing rank waits for
     ever.
     """
     problem: Exception | None = None

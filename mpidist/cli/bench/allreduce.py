@@ -1,6 +1,6 @@
-"""``mpidist bench allreduce``: size and latency, and ratios to MPI's own allreduce.
+"""``mpidist bench allreduce``: time allreduces of many sizes, and compare them with MPI's own.
 
-The first two columns of the table (size and latency) are those of the OSU benchmarks. The sizes at
+The first two columns of the table (size and latency) are as in the OSU benchmarks. The sizes at
 which mpidist is slower than MPI are listed below the table.
 """
 

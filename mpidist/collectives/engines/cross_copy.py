@@ -1,6 +1,6 @@
 """Allreduce inside a node: the Linux kernel copies data between the ranks' private memories.
 
-The steps of this allreduce are those of `node.in_place_allreduce`, which was written for vectors in
+This allreduce has the same steps as `node.in_place_allreduce`, which was written for vectors in
 shared memory. In this module, the vectors are in private memory, and the Linux kernel copies from
 one rank's memory to another rank's memory (module `cross_memory`). Two algorithms use copies by the
 Linux kernel: ``node`` and ``single_copy``. With 2 ranks and n elements, each step of these

@@ -6,8 +6,8 @@ being sent. Additions happen in the order of the schedule, even if messages arri
 
 The MPI tag of a message is the number of its operation. The first message of an operation from one
 rank to another begins with a header (`heading`), which shows to which operation the message
-belongs. A short first message is sent together with its header; before a longer one, the header is
-sent alone. A rank receives nothing more from a peer before it has checked the peer's header.
+belongs. A short first message is sent together with its header; before a longer message, the header
+is sent alone. A rank receives nothing more from a peer before it has checked the peer's header.
 Without this check, a long message of another operation could match a receive that is too short for
 the message, and some MPI libraries would crash. Headers are not included in the counts of messages
 and bytes.
@@ -78,9 +78,10 @@ def heading(context, key: int) -> bytes:
 
 
 def hear_first(context) -> None:
-    """If another rank has reported an error, raise it; called before an operation begins. that
-    stops an operation because of an error keeps the buffers of its messages for `GRACE` seconds
-    only, so a rank that begins the operation later than that must not receive these messages.
+    """If another rank has reported an error, raise it; called before an operation begins.
+
+    A rank that stops an operation because of an error keeps the buffers of its messages only for
+    `GRACE` seconds. A rank that begins the operation later must not receive these messages.
     """
     now = time.monotonic()
     if context.size > 1 and now - context.heard > GRACE / 2:

@@ -1,12 +1,11 @@
 """Allreduce of short vectors in a node: each rank copies its vector to shared memory, adds all.
 
-The steps of this allreduce are those of the schedule `node.flat`. This module does not use a
-general engine for schedules, because for short vectors one Python function call costs as much as
-the addition. Each rank has a slot in shared memory for its vector. There are two sets of slots,
-with one slot (a buffer) per rank, and successive allreduces use the two sets in turn. So a rank
-uses the same slot again only in every second allreduce. When a rank overwrites its slot, all ranks
-have read the slot's old contents, because they have reached the barrier of the allreduce in
-between.
+This allreduce has the same steps as the schedule `node.flat`. This module does not use a general
+engine for schedules, because for short vectors one Python function call costs as much as the
+addition. Each rank has a slot in shared memory for its vector. There are two sets of slots, with
+one slot (a buffer) per rank, and successive allreduces use the two sets in turn. So a rank uses the
+same slot again only in every second allreduce. When a rank overwrites its slot, all ranks have read
+the slot's old contents, because they have reached the barrier of the allreduce in between.
 
 On nodes of more than `node.FEW_RANKS` ranks, one NumPy call reads the barrier counters of all
 ranks. On these large nodes, a second NumPy call compares the numbers that identify the ranks'

@@ -125,7 +125,7 @@ def counts_text(lengths: np.ndarray) -> str:
 
 
 def bounds_at(lengths: np.ndarray, rank: int) -> tuple[int, int]:
-    """Return the indices of the first row of block `rank` and of the row after its last one."""
+    """Return the indices of the first row of block `rank` and of the first row after it."""
     return int(lengths[:rank].sum()), int(lengths[: rank + 1].sum())
 
 

@@ -12,9 +12,9 @@ a vector of N bytes.
                     0 2                              3 1
 
 In each tree, the ranks are numbered from 1, from left to right. Odd numbers are leaves, and the
-lowest set bit of a number determines its parent. The second tree is the mirror image of the first
-one if p is even. If p is odd, the second tree is the first one with all ranks shifted by one. For
-any p, an inner rank of the first tree is a leaf of the second one. Each half of the vector is cut
+lowest set bit of a number determines its parent. If p is even, the second tree is the mirror image
+of the first tree. If p is odd, the second tree is the first tree with all ranks shifted by one. For
+any p, an inner rank of the first tree is a leaf of the second tree. Each half of the vector is cut
 into segments. The segments are added on their way up to the root and then sent down again, so that
 all levels of both trees are busy at the same time.
 

@@ -157,7 +157,7 @@ def piecewise(
     A rank with k partial sums holds them one after the other at the positions ``[0, k n)``. A rank
     without pieces adds numbers only to the last `votes` elements of the total; it holds these
     numbers at the positions ``[n - votes, n)``. Each rank's block of the vector is cut into
-    `segments` ranges, so that a range can be added while the next one is being sent.
+    `segments` ranges, so that a range can be added while the next range is being sent.
     """
     if size == 1:
         return []
@@ -225,7 +225,7 @@ def on_slots(
     The partial sums of rank r begin at position ``r * stride``. The total replaces the first
     partial sum of every rank. Each rank owns one block of the elements. Between the two barriers of
     the node, only the owner of a block reads or writes this block of any rank's partial sums.
-    Before the first barrier and after the second one, each rank uses only its own memory.
+    Before the first barrier and after the second barrier, each rank uses only its own memory.
     """
     nodes = [partials(*span, pieces) for span in itertools.pairwise(cuts(pieces, size))]
     counted: Range = (n - votes, n)

@@ -7,7 +7,7 @@
 A point is a copy of the decompressor's state, from which decompression can begin. A point takes 40
 to 56 KiB of memory, for the decompressor's tables and for the 32 KiB of data before the point. The
 points are recorded while the whole file is decompressed once, at first one point for each block of
-decompressed data. When a file has too many points (saved states), every second one is dropped.
+decompressed data. When a file has too many points (saved states), every second point is dropped.
 Dropping points bounds the memory, but the time to read a block then grows with the size of the
 files.
 

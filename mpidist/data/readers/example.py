@@ -60,8 +60,8 @@ def fields(data: bytes, span: Span) -> Iterator[tuple[int, int, Span]]:
 def layout(data: bytes) -> dict[str, tuple[int, list[tuple[int, Span]]]]:
     """Return a dict: name of a feature -> (type of its list, [(kind, span) of each value]).
 
-    A span is the (begin, end) of a value in `data`. For a SequenceExample, the features are those
-    of its context.
+    A span is the (begin, end) of a value in `data`. For a SequenceExample, the features of its
+    context are returned.
     """
     found: dict[str, tuple[int, list[tuple[int, Span]]]] = {}
     for name, feature in _entries(data, 1):

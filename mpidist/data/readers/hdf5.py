@@ -3,11 +3,12 @@
     file        images (60000, 28, 28)   chunks of 128 rows
     a batch     rows 5 9 130 4000        chunks 0, 1, 31: three reads, four rows
 
-If a dataset has filters, its chunks are read whole. The filters may be those of HDF5 and h5py
-(gzip, lzf, szip, ...), and those of hdf5plugin if it is installed. If a dataset has no filters, the
-file contains the bytes of the rows as they are in memory. A batch of a dataset without filters is
-read without the HDF5 library. Without filters, only the rows of the batch are read, and not whole
-chunks. Rows that are close together in the file are read at once, with the gaps between them.
+If a dataset has filters, its chunks are read whole. The filters of HDF5 and h5py (gzip, lzf, szip,
+...) can be used, and also the filters of hdf5plugin if it is installed. If a dataset has no
+filters, the file contains the bytes of the rows as they are in memory. A batch of a dataset without
+filters is read without the HDF5 library. Without filters, only the rows of the batch are read, and
+not whole chunks. Rows that are close together in the file are read at once, with the gaps between
+them.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class HDF5:
         """Number of samples in each chunk, for the function `sharding.shard` with mode "file".
 
         With these counts, `shard` gives each chunk to one rank, which decompresses it once. If the
-        datasets have chunks of different sizes, the counts are those of the largest chunks.
+        datasets have chunks of different sizes, the result has the numbers for the largest chunks.
         """
         there = [reader.chunk for reader in self._readers if reader.chunk < len(self)]
         per = max(there, default=max(1, len(self)))

@@ -35,7 +35,7 @@ class YouTube8MFrames(Videos):
     ----------
     paths : path-like, or sequence of path-like
     frames : int
-        Number of frames of each sample. Longer videos are cut, and shorter ones are padded with
+        Number of frames of each sample. Longer videos are cut, and shorter videos are padded with
         zeros. The second array of a sample has the number of frames that are not padding. The data
         set has one frame per second of video, and at most 300 frames of a video.
     classes : int

@@ -12,10 +12,10 @@ neighbours once, the message reaches all ranks that poll, even if some other ran
 
 If ranks are in two operations, at least one rank has a neighbour in the other operation, so at
 least one rank sees the conflict. A rank that is only late is never reported as wrong, because its
-status agrees with those of the others as soon as it begins the operation. Once a second, a waiting
-rank also sends its status to log2 p ranks (of p in all) that are not its neighbours, because one of
-these ranks may have left. No function of this module blocks. Statuses travel on the communicator
-`Context.control`.
+status agrees with the statuses of the others as soon as it begins the operation. Once a second, a
+waiting rank also sends its status to log2 p ranks (of p in all) that are not its neighbours,
+because one of these ranks may have left. No function of this module blocks. Statuses travel on the
+communicator `Context.control`.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Statuses:
         self._disagreeing(same, f"operation #{number}: other ranks are not in {here}")
 
     def known(self, rank: int) -> Status | None:
-        """Return the last status that `rank` has sent, or None before the first one."""
+        """Return the last status that `rank` has sent, or None before its first status."""
         return self._known.get(rank)
 
     # -- verdicts ------------------------------------------------------------------------

@@ -9,8 +9,8 @@ network may be down. But the kernel can tell the two cases apart: if the network
 keeps sending data that the other host does not acknowledge. A host acknowledges data even if its
 processes are busy or stopped. So a thread of each rank asks the kernel once a second about the
 connections of the process. The thread calls no function of MPI, so it works even while its rank is
-in a blocking MPI call. The thread uses at most 0.2 % of a core. The main thread does additional
-work for it only in long waits.
+in a blocking MPI call. The thread uses at most 0.2 % of a core. The watch costs the main thread
+time only in long waits.
 """
 
 from __future__ import annotations
