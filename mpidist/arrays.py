@@ -276,9 +276,10 @@ def mpi_empty(count: int, dtype, like=None):
 def copy_into(destination, source) -> None:
     """Copy an array into another; each may be a host or device array, contiguous or not.
 
-    Both arrays have the same number of elements. Either their shapes are equal, or one of them is
-    one-dimensional with its values in C order. Values are cast to the dtype of `destination`. When
-    the call returns, the data are copied, and all earlier work of the current stream is done.
+    Both arrays have the same number of elements. Either the shapes of the arrays are equal, or one
+    array is one-dimensional with its values in C order. Values are cast to the dtype of
+    `destination`. When the call returns, the data are copied, and all earlier work of the current
+    stream is done.
     """
     if destination.shape != source.shape and 1 not in (destination.ndim, source.ndim):
         raise ConfigError(f"cannot copy shape {source.shape} into shape {destination.shape}")
@@ -346,7 +347,7 @@ def set_direct(wanted: bool | None) -> None:
 
 
 def direct_wanted(environ: Mapping[str, str]) -> bool | None:
-    """Return the value of ``MPIDIST_GPU_DIRECT`` or of Cray MPI's variable; None if unset."""
+    """Return the value of ``MPIDIST_GPU_DIRECT`` or of Cray MPI's variable; None without both."""
     said = environ.get("MPIDIST_GPU_DIRECT", "").strip()
     if said not in ("", "0", "1"):
         raise ConfigError(f"MPIDIST_GPU_DIRECT={said!r}: expected 0 (staged) or 1 (direct)")

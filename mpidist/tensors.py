@@ -1,4 +1,4 @@
-"""The only module that uses PyTorch: its dtypes, its modules, and its bfloat16 and float8 tensors.
+"""All code that uses PyTorch: dtypes, modules, and bfloat16 and float8 tensors of PyTorch.
 
 mpidist never imports torch: a program that passes a torch tensor has imported torch itself. NumPy
 has float8 and bfloat16 only with the package ml_dtypes, and neither DLPack nor the array protocol

@@ -103,7 +103,8 @@ def choices(facts: StepFacts) -> list[Choice]:
         share = facts.compute / n * mean
         busiest = max(model, n * model / k)
         trips = 2 * net.latency + 2 * (max(n, k) + 1) * net.overhead
-        # A server has its part, a sum of gradients and the state, and pieces of each worker.
+        # The memory of a server: its part of the parameters, a sum of gradients, the state of the
+        # optimizer, and pieces of the messages of each worker.
         server = (2 * model + state) // k + n * min(model // k, PIECES)
         messages = trips + busiest * net.gap
         found.append(Choice("servers", n, k, share, messages, max(2 * model, server)))

@@ -144,7 +144,7 @@ def measure(
         GB/s are defined as by nccl-tests: algbw is bytes / time, and busbw is algbw times 2(p-1)/p
         on p ranks. On one node, rows of 128 KiB and more also have limit, the time of a memory copy
         divided by the time of the call. With `device`, rows have wire_bytes, the bytes that a host
-        sends per call including packet headers, and wire_payload, the same without packet headers.
+        sends per call including packet headers, and wire_payload, the bytes without packet headers.
         With `torch`, the row of PyTorch has over_arena, the time of PyTorch's call divided by the
         time of "auto" on an arena. Rows of "auto" have best, the name of the fastest of
         `algorithms`, and against_best, the time of this fastest algorithm divided by the time of

@@ -1,13 +1,13 @@
 """`mpidist bench step`: the time of a training step, compared with PyTorch's DDP over gloo.
 
 DDP is PyTorch's DistributedDataParallel. Two more candidates (ways to run a step) are timed, both
-of them in PyTorch. PyTorch with `md.attach` differs from DDP only in the exchange of gradients.
-PyTorch without any exchange shows the shortest time that a step in PyTorch could have.
+in PyTorch. PyTorch with `md.attach` differs from DDP only in the exchange of gradients. PyTorch
+without any exchange shows the shortest time that a step in PyTorch could have.
 
 All candidates have the same layers, initial weights and batches. All candidates use SGD with
 momentum, and one BLAS thread per rank. Each candidate in turn runs a block of steps, and the time
-of the slowest rank counts. The benchmark fails if the losses of the candidates that exchange
-gradients differ, because then they would not do the same work.
+of the slowest rank counts. The benchmark fails if the losses differ between the candidates that
+exchange gradients, because then these candidates do not do the same work.
 """
 
 from __future__ import annotations

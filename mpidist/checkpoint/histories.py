@@ -12,14 +12,14 @@ the run went back to an older step, so the save continues a step that is not the
 new step has a lower number than the step that the save continues. A new history gets the next free
 number. A new history branches off at the step that its first save continues. If the number of the
 new step is not higher than the number of the continued step, the history branches off just before
-the new step's number. A save that continues no step is allowed only if the folder holds no good
-step, or if the store ignores the steps in it (``fresh=True``). The line of a history is the whole
-sequence of steps that led to its last step. A line begins with steps of the older histories that
-this history continues, each up to the step where the next history branches off, and ends with the
-history's own steps. In the line of a history, the step numbers increase. Of the histories that have
-a committed step, the newest is the history with the highest number. Saves add steps only to the
-newest history. The last step of the newest history is called the newest step of the store, even if
-another step has a higher number.
+the new step's number. A save may begin without an earlier step only if the folder holds no good
+step, or if the store ignores the steps in the folder (``fresh=True``). The line of a history is the
+whole sequence of steps that led to its last step. A line begins with steps of the older histories
+that this history continues, each up to the step where the next history branches off, and ends with
+the history's own steps. In the line of a history, the step numbers increase. Of the histories that
+have a committed step, the newest is the history with the highest number. Saves add steps only to
+the newest history. The last step of the newest history is called the newest step of the store, even
+if another step has a higher number.
 
 The names of folders and files show which steps and histories exist, so one listing of the store's
 folder is enough to find them:

@@ -73,7 +73,7 @@ def load_step(path, step: int | None = None, history: int | None = None) -> tupl
 
 
 def saved_extras(path) -> dict:
-    """Return the extras of the newest step as nested dicts, without its arrays.
+    """Return the extras (all values except arrays) of the newest step as nested dicts.
 
     The result is empty if there is no step, or if its manifest is damaged. Only the manifest is
     read; the arrays may be damaged.

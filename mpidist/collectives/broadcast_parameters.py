@@ -83,7 +83,7 @@ def broadcast_parameters(comm, params, *, root=0):
 
 
 def _difference(everyone: list[list[str]], root: int) -> str | None:
-    """Return a text that says which rank differs from the root, and how; None if all agree."""
+    """Return a text on which ranks differ from the root, and how; None if all ranks agree."""
     other = next((lines for lines in everyone if lines != everyone[root]), None)
     if other is None:
         return None

@@ -88,8 +88,8 @@ class Layouts:
     def _add(self, data: bytes, spans: Sequence[Span], loose: Sequence[Span]) -> None:
         words, masks, frame = [-8], [0], [0]  # a first word with mask 0, which always matches
         for low, high in between(loose, len(data)):
-            # The words of a frame are cut from its end backwards, so that no word ends behind the
-            # message.
+            # The words of a frame are cut from its end backwards, so that no word extends beyond
+            # the message.
             for stop in range(high, low, -8):
                 text = data[max(low, stop - 8) : stop]
                 words.append(stop - 8)

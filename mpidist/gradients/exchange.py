@@ -295,9 +295,9 @@ class Gradients:
     def reduce(self, *extras: float) -> None:
         """Finish the exchange: then each array in `views` has the sum of all share * gradient.
 
-        Collective; in place. `extras` are up to two numbers; every rank passes the same number of
-        them. After the call, `Gradients.extras` has the sums of the extras over the ranks. Extras
-        are not multiplied by `share`.
+        Collective; in place. `extras` are up to two numbers; every rank passes equally many. After
+        the call, `Gradients.extras` has the sums of the extras over the ranks. Extras are not
+        multiplied by `share`.
         """
         with self.context.call("Gradients.reduce"):
             if not self._begun:

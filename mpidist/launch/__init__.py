@@ -1,4 +1,4 @@
-"""How processes start and end on a machine: launchers, cores, child processes, heartbeats.
+"""Start and end processes on a machine: launchers, cores, child processes, heartbeats.
 
 No module of this folder imports MPI before `start_checks.initialize` is called. `claims` and
 `start_checks` read the launcher's environment variables and raise an error for a wrong launch.

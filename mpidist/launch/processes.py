@@ -158,8 +158,8 @@ class Started:
         return self._finished
 
     def _end(self) -> None:
-        # A killed process leaves the shared memory of its MPI library behind. The names of the
-        # files are known only while the files are mapped.
+        # When a process is killed, the shared-memory files of its MPI library stay. The names of
+        # these files are known only while the files are mapped.
         segments = mpi_segments(marked(self.mark)) if self.mark else set()
         if late := self.process.poll() is None:
             # After SIGTERM a launcher removes its folders and ends its own ranks. The whole process

@@ -79,7 +79,7 @@ def _cpu() -> str:
 def compare(
     fingerprints: Sequence[Mapping[str, str]], keys: Sequence[str] = _MUST_AGREE
 ) -> str | None:
-    """Return one line that names the different versions, their hosts, and the cure; None if equal.
+    """Return a line with the different versions, their hosts and the cure; None if all are equal.
 
     If a rank does not report the version of a package, the rank is left out of the comparison of
     this package.

@@ -134,7 +134,7 @@ class Context:
         return self.begun + sum(runs.number() for runs in self.runs if runs.numbers)
 
     def operation(self, sequence: int) -> Signature | None:
-        """Return the signature of the operation number `sequence`; None if too old or not begun."""
+        """Return the signature of operation `sequence`; None if it is too old or has not begun."""
         back = self.sequence - sequence
         return self.history[-1 - back] if 0 <= back < len(self.history) else None
 

@@ -122,7 +122,7 @@ def claim_exit_barrier(comm: MPI.Comm) -> bool:
 
     With the exit barrier, all ranks leave the job together. Returns true only once in a process,
     for the first communicator that has all ranks of the job. Threads may make contexts in a
-    different order on each process, so one process calls this function for all of them.
+    different order on each process, so one process calls this function for all processes.
     """
     world = MPI.COMM_WORLD.size
     if comm.size == world > 1 and not comm.Is_inter():

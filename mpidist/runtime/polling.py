@@ -107,8 +107,8 @@ class ElasticWait:
 
     Such a wait must notice when a rank has died, and must show the other ranks of its node that
     this rank waits. A wait of less than a millisecond need not do this. A server that answers
-    requests while it waits still counts as waiting, so the other ranks do not remove it because it
-    is late.
+    requests while it waits still counts as waiting. So the other ranks do not take the server for a
+    late rank, and do not remove it.
     """
 
     _EVERY = 0.001  # seconds between two calls of `look`
@@ -149,9 +149,9 @@ def board_of_main_thread() -> Any:
 def phase(name: str) -> Iterator[None]:
     """In the ``with`` block, show the other ranks of the node that this rank may take long.
 
-    `name` is the phase: "save", "data", "evaluate" or "plan". In these phases, a rank is not
-    removed from an elastic group because it is late. Does nothing if there is no board, and in
-    other threads than the main thread.
+    `name` is the phase: "save", "data", "evaluate" or "plan". In these phases, a rank may be late
+    without being removed from an elastic group. Does nothing if there is no board, and in other
+    threads than the main thread.
     """
     if name not in PHASES[3:]:
         raise ConfigError(f"phase {shown(name)}; expected one of {', '.join(PHASES[3:])}")

@@ -43,7 +43,7 @@ _STAND_BY = 0.005
 _GRAVE: list = []
 #: MPI reports a death within the first number of seconds if the kernel has shown the death already,
 #: and within the second number if a call of MPI has noticed it. With 24 processes per core, the
-#: latter took more than 0.5 s.
+#: report after a call of MPI took more than 0.5 s.
 _REPORT, _SOON = 5.0, 3.0
 _DEATH = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 

@@ -4,7 +4,7 @@
     ranks       each rank broadcasts its part, while the ranks read their next parts
 
 A read item is a range of bytes of a file, and the array that it fills. Every rank makes the same
-read items from the same manifest, so no rank has to tell the others what it reads.
+read items from the same manifest, so the ranks need not send each other what they read.
 """
 
 from __future__ import annotations

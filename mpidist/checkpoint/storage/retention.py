@@ -150,7 +150,7 @@ class Keep:
         """Call `remove_old` in a thread, since a disk needs time to free large files.
 
         Before the caller calls any other method, it must call `settle`. The caller must keep the
-        store locked until then.
+        store locked until `settle` has returned.
         """
         stack = ExitStack()
         own = stack.enter_context(files.folder(".", root))

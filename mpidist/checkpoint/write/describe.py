@@ -16,10 +16,11 @@ from .write_plan import Description, Extras
 class Survey(NamedTuple):
     """The leaves of a state.
 
-    `arrays` has the leaves that are arrays or shards of arrays. `marks` has the path, dtype, shape
-    and region (a shard's index ranges in the whole array) of each of them. If the marks are equal
-    to the marks of the last save, the plan of the last save (which rank writes what) can be used
-    again. `extras` has (path, value) pairs of all other leaves, with values that JSON can hold.
+    `arrays` has the leaves that are arrays or shards of arrays. For each leaf in `arrays`, `marks`
+    has the path, the dtype, the shape and the region (the index ranges of a shard in the whole
+    array). If the marks are equal to the marks of the last save, the plan of the last save (which
+    rank writes what) can be used again. `extras` has (path, value) pairs of all other leaves, with
+    values that JSON can hold.
     """
 
     arrays: list[Any]

@@ -92,8 +92,8 @@ def copied(work: Work, views: Sequence[Elements], memory: Memory) -> list[Elemen
 def piece_views(work: Work, arrays: Sequence) -> list[Elements]:
     """Return the values of each piece that this rank holds and saves, as views of `arrays`.
 
-    If the values of a piece cannot be a view, a function that returns a copy of them takes the
-    place of the view.
+    If the values of a piece cannot be a view, the result has a function that returns a copy of the
+    values.
     """
     found: list[Elements] = []
     for place, cut in work.sources:

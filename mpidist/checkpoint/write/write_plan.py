@@ -55,7 +55,7 @@ class Description(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """The tensors of all ranks, and which ranks hold which of them.
+    """The tensors of all ranks, and which ranks hold which tensors.
 
     `facts` has the name, dtype and shape of each tensor, parameters first. Ranks that hold the same
     tensors are of one kind. For each kind, `kinds` has an array of the indices of its tensors in
@@ -234,8 +234,8 @@ def assign(
 def _replicated(tensors: Tensors, writers: set[int], dims: int) -> Iterator[np.ndarray]:
     """Yield tables of the pieces of replicated tensors, one table for each group of tensors.
 
-    Two tensors are in the same group if exactly the same ranks hold them, and both are parameters
-    or neither is.
+    Two tensors are in the same group if exactly the same ranks hold both, and if both are
+    parameters or both are not parameters.
     """
     held: list[list[int]] = [[] for _ in tensors.facts]
     for kind, (number, sharded) in enumerate(tensors.kinds):

@@ -84,7 +84,7 @@ class PieceSum:
             self.rows = slots[self.context.rank].reshape(-1, n)
 
     def _slots(self) -> list[np.ndarray] | None:
-        """Return shared memory for the partial sums of every rank; None if no memory is shared.
+        """Return shared memory for the partial sums of every rank, or None without shared memory.
 
         Collective. All ranks return memory, or all return None.
         """

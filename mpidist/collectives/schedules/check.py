@@ -210,9 +210,9 @@ def check_races(operations: Sequence[Operation]) -> None:
     """Check that between two barriers no rank reads or writes memory that another rank writes.
 
     The `operations` are checked as if they ran one after the other. No barrier separates two
-    operations, so the steps after the last barrier of one and before the first barrier of the next
-    are checked together. The caller may pass the steps of some ranks only; these ranks are then
-    checked against each other.
+    operations, so the steps after the last barrier of one operation and the steps before the first
+    barrier of the next operation are checked together. The caller may pass the steps of some ranks
+    only; these ranks are then checked against each other.
     """
     spans: list[list[tuple[int, int, int, bool, Step]]] = [[]]
     ends = [0] * len(operations[0][0])
