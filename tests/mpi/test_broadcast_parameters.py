@@ -113,7 +113,7 @@ def odd(case, rank):
         ("more", MismatchError, "rank 1 has 'c' (1,) float64, rank 0 (root) has no 'c'; all"),
         ("less", MismatchError, "rank 1 has no 'a', rank 0 (root) has 'a' (3,) float32; all"),
         ("list", ConfigError, "'b': expected a NumPy, CuPy or DLPack array, got list"),
-        ("read-only", ConfigError, "'b' is read-only; pass writable arrays"),
+        ("read-only", ConfigError, "'b' is read-only; pass a writable array"),
         ("objects", ConfigError, "'b': elements of dtype object are Python objects"),
         ("no mapping", ConfigError, "expected a mapping of name -> array, got list"),
         ("method", ConfigError, "Module.parameters is a method; pass its state_dict()"),

@@ -92,7 +92,7 @@ def read_only():
         ({"a": {"w": read_only()}}, "cannot be written: a/w"),
         ({"w": np.array([None])}, "cannot be written: w"),
         ({"w": md.Shard(np.zeros(2), (4,), 0)}, "a Shard, w, which no other rank has"),
-        (lambda: {"step": 3}, "a function gives arrays only"),
+        (lambda: {"step": 3}, "a function may give only arrays"),
         ([np.zeros(3)], "must be a dict"),
     ],
     ids=["read-only", "objects", "shard", "a number from a function", "a list"],

@@ -271,7 +271,7 @@ def test_a_model_that_was_cut_is_trained_again_with_the_same_cuts_only(comm):
     for cuts in ([2], [2]):
         md.train(comm, model, TRAIN, strategy=md.Pipeline(cuts=cuts), **settings)
     for cuts in ([1], "auto"):
-        with pytest.raises(ConfigError, match="make the model anew"):
+        with pytest.raises(ConfigError, match="make a new model"):
             md.train(comm, model, TRAIN, strategy=md.Pipeline(cuts=cuts), **settings)
 
 

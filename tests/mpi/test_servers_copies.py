@@ -156,7 +156,7 @@ def test_one_server_has_no_copy(comm):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"servers": 2}, "replicas=1 needs elastic: without it, the job ends when a server dies"),
+        ({"servers": 2}, "replicas=1 needs elastic: otherwise the job ends when a server dies"),
         ({"servers": 1, "elastic": True}, "replicas=1 needs at least 2 servers, got servers=1"),
         ({"servers": [0], "elastic": True}, "replicas=1 needs at least 2 servers, got servers=1"),
     ],

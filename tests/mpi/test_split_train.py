@@ -228,7 +228,7 @@ def test_what_cannot_be_split_is_refused_on_all_ranks(comm):
     with pytest.raises(ConfigError, match="no dense layer 'dense1'"):
         fit(comm, md.Pipeline(stages=1, split={"dense1": "rows"}), model=model)
     trained, _ = fit(comm, strategy, steps=1)
-    with pytest.raises(ConfigError, match="make the model anew"):
+    with pytest.raises(ConfigError, match="make a new model"):
         fit(comm, strategy, model=trained, steps=1)
     for given, words in (
         ({"split": {"dense2": "colums"}}, "expected 'columns' or 'rows'; did you mean"),

@@ -60,7 +60,7 @@ def test_a_model_that_fits_no_worker_needs_a_pipeline():
     assert advice.allreduce_seconds == float("inf")
     assert advice.as_dict()["allreduce_seconds"] is None
     assert advice.winner == "pipeline"
-    assert "the whole model needs 2.00 MB on a worker" in advice.reason
+    assert "the whole model needs 2.00 MB, and a worker has less memory" in advice.reason
 
 
 def test_a_plan_of_one_stage_is_compared_with_two():

@@ -78,7 +78,7 @@ WRONG = {
     node("i", "Input0"): "no nodes but inputs",
     node("a") + node("a"): r"line 2: a second node a",
     node("a") + "\ta -- b\n": r"line 2: unknown node 'b'",
-    node("a") + node("b") + "\ta -- b\n\tb -- a\n": "a cycle of edges .* node a",
+    node("a") + node("b") + "\ta -- b\n\tb -- a\n": "the edges form a cycle, .* node a",
     node("a") + "\ta -- a\n": "cycle",
     node("a") + "what is this\n": r"line 2: 'what is this'; expected `NAME -- TEXT",
     node("a", size="-1"): r"line 1: activation_size=-1; expected a finite number >= 0",

@@ -131,7 +131,7 @@ def test_a_lost_action():
 def test_a_doubled_and_a_foreign_action():
     broken = lists()
     broken[1].append(broken[1][0])
-    with pytest.raises(ConfigError, match="is there 2 times"):
+    with pytest.raises(ConfigError, match="is in the list 2 times"):
         check_actions(broken)
     broken = lists()
     broken[1][0] = StageAction("F", 2, 0)
