@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf, isfinite
-from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +60,8 @@ class Deadline(NamedTuple):
         """
         late, stopped = self.late, PATIENCE if self.late == inf else self.late
         if self.late == 0:
+            from statistics import median  # not at the top: it imports decimals and fractions
+
             late = max(LEAST, STEPS * median(steps)) if len(steps) >= KNOWN else inf
             stopped = min(PATIENCE, late)
         if first:

@@ -16,8 +16,6 @@ from ..launch.fault_points import fault_point
 from . import resume_report
 from .checks import last_step
 from .elastic_run import Carried, train_elastic
-from .exchanges.carried_servers import CarriedServers
-from .exchanges.replicated_servers import ReplicatedServers
 from .feed import Feed
 from .quarantine import Quarantine
 from .run_resources import abandon_on_error, open_store, watched
@@ -182,6 +180,10 @@ def train(
         def carry(name: str, ranks: int) -> Carried:
             if getattr(agreed.strategy, "has_replicas", False):
                 return Carried(given, name)
+            # Not at the top: most runs have no servers, a sixth of what would be imported.
+            from .exchanges.carried_servers import CarriedServers
+            from .exchanges.replicated_servers import ReplicatedServers
+
             if getattr(agreed.strategy, "keeps_copies", False):
                 return ReplicatedServers(given, name, agreed.strategy, ranks)
             return CarriedServers(given, name, agreed.strategy, ranks)

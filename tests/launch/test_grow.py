@@ -94,12 +94,16 @@ def test_an_old_rank_is_killed(tmp_path, undisturbed):
     """While the new ones get ready: they are the next attempt, from the newest checkpoint."""
     job = begin(tmp_path, fault=HELD, step=30)
     new_ranks(job, tmp_path)
+    before = max(steps(tmp_path))
     os.kill(read_heartbeats(tmp_path / "control" / "attempt-0")[1].pid, signal.SIGKILL)
     done = finish(job)
     assert "again with 3 ranks, which were ready" in done.stderr
     facts = summary(tmp_path)
     assert facts["parameters_sha256"] == undisturbed["parameters_sha256"]
-    assert (facts["workers"], facts["resumed_at"]) == (3, 25)
+    # The newest may have been on its way to the disk still, but not the one of long ago.
+    newest = (before + 1) // 25 * 25
+    assert facts["workers"] == 3
+    assert facts["resumed_at"] in {25, newest - 25, newest} - {0}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])

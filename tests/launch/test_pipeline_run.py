@@ -15,12 +15,14 @@ TRAIN = [sys.executable, "-m", "mpidist", "train", "job.toml"]
 PIPELINE = '[strategy]\nname = "pipeline"\n'
 #: Forward and backward passes, sends and receives of 12 microbatches.
 ACTIONS = 48
+#: Long enough for checkpoints before and after a kill in the middle.
+SHORT = {**SETTINGS, "steps": 40, "checkpoint_every": 8}
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The summary of the same run with allreduce on one rank."""
-    folder = write_job(tmp_path_factory.mktemp("alone"), **SETTINGS)
+    folder = write_job(tmp_path_factory.mktemp("alone"), **SHORT)
     launch(1, TRAIN, cwd=folder, timeout=120).check()
     return summary(folder)
 
@@ -47,7 +49,7 @@ def test_grids_of_a_job_file(tmp_path, alone, launches):
     for name, (ranks, words) in GRIDS.items():
         folder = tmp_path / name
         folder.mkdir()
-        write_job(folder, PIPELINE + words + "\n", **SETTINGS)
+        write_job(folder, PIPELINE + words + "\n", **SHORT)
         jobs[name] = (ranks, [*TRAIN[:-1], f"{name}/job.toml", "--set", f"out={name}/run"])
     for result in launches(jobs, cwd=tmp_path).values():
         result.check()
@@ -69,8 +71,8 @@ def test_a_kill_at_an_action_of_a_step(tmp_path, alone, rank):
     for k in range(rank, ACTIONS, 11):
         folder = tmp_path / str(k)
         folder.mkdir()
-        write_job(folder, PIPELINE + "cuts = [2]\n", **SETTINGS)
-        fault = f"kill@action:{60 * ACTIONS + k},rank={rank}"
+        write_job(folder, PIPELINE + "cuts = [2]\n", **SHORT)
+        fault = f"kill@action:{20 * ACTIONS + k},rank={rank}"
         run(folder, "-n", "2", fault=fault)
         assert check(folder, alone, 2)["restarts"] == 1
 
@@ -116,7 +118,7 @@ def test_the_report_of_a_hang_names_stage_microbatch_and_action(tmp_path):
 
 def test_a_stop_is_resumed(tmp_path, alone):
     """SIGTERM to `mpidist launch`: all stages save the same step, and the next start goes on."""
-    write_job(tmp_path, PIPELINE + "cuts = [2]\n", **SETTINGS)
+    write_job(tmp_path, PIPELINE + "cuts = [2]\n", **SHORT)
     job = supervised(tmp_path, "-n", "2", fault=SLOWLY)
     wait_for_step(job, tmp_path, 5)
     job.process.send_signal(signal.SIGTERM)

@@ -21,6 +21,7 @@ import fake_torch
 import numpy as np
 import pytest
 import tiers
+from meeting import Meeting, sleep_until
 from mpi4py import MPI
 
 import mpidist as md
@@ -40,6 +41,8 @@ HANG_SECONDS = float(os.environ.get("MPIDIST_TEST_HANG", "180"))
 CONTROL = WORLD.Dup()
 #: By size, the first ranks of the world; MPI.COMM_NULL on a rank that is not among them.
 FIRST = {n: CONTROL.Split(0 if WORLD.rank < n else MPI.UNDEFINED) for n in range(1, WORLD.size + 1)}
+#: Where these ranks meet before and after each test.
+MEETING = {n: Meeting(first) for n, first in FIRST.items() if first != MPI.COMM_NULL}
 
 
 @pytest.hookimpl(trylast=True)
@@ -82,17 +85,11 @@ def watch():
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True, file=STDERR)
 
 
-def sleep_until(test, look=lambda: None):
-    """Look for something without taking a core: a rank outside a test waits as long as it runs."""
-    pause = 0.0002
-    while not test():
-        look()
-        time.sleep(pause)
-        pause = min(1.1 * pause, 0.004)
-
-
 def ended():
-    """Whether rank 0 will begin no other test: there was one failure with ``-x``, or Ctrl-C."""
+    """Whether rank 0 will begin no other test: there was one failure with ``-x``, or Ctrl-C.
+
+    It also lets MPI go on with what others want of this rank, and so is called while ranks meet.
+    """
     return CONTROL.Iprobe(source=0)
 
 
@@ -104,12 +101,11 @@ def comm(request):
 
     def look():
         watch()
-        if WORLD.rank and ended():
+        if ended():
             pytest.exit("rank 0 has ended the tests", 1)
 
-    request.node.first = first = FIRST[size]
-    sleep_until(first.Ibarrier().Test, look)
-    comm = first.Dup()
+    MEETING[size].meet(None, look)
+    comm = FIRST[size].Dup()
     yield comm
     if not getattr(request.node, "mpi_failed", False):
         from mpidist.runtime.context import free
@@ -190,6 +186,7 @@ def show(failure):
 
     def look():
         nonlocal late
+        ended()
         if failure and time.monotonic() > late:
             late = float("inf")
             STDERR.write(f"rank {WORLD.rank} failed, the others still run:\n{failure[1]}\n")
@@ -211,9 +208,11 @@ def pytest_pyfunc_call(pyfuncitem):
         mine = ("skip", str(skip))
     except BaseException:
         mine = ("fail", traceback.format_exc())
+    size = pyfuncitem.callspec.params["comm"]
     # A rank that failed tells why before the job is ended, if others wait for it for ever.
-    sleep_until(pyfuncitem.first.Ibarrier().Test, show(mine))
-    everyone = pyfuncitem.first.allgather(mine)
+    if not MEETING[size].meet(mine, show(mine)):
+        return True
+    everyone = FIRST[size].allgather(mine)
     failures = {
         r: text for r, (kind, text) in enumerate(e or ("", "") for e in everyone) if kind == "fail"
     }

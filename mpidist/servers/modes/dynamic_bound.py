@@ -33,7 +33,6 @@ ICDCS 2019, arXiv 1908.11848.
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -178,6 +177,8 @@ class MedianRule:
 
     def may_pass(self, gate: DynamicGate, worker: int) -> bool:
         """Compare times; a worker that has done only a few steps is not known to be slow."""
+        import statistics  # not at the top: it imports decimals and fractions
+
         mine = gate.work[worker] or (0.0,)
         known = [gate.work[other] for other in gate.last() if len(gate.work[other]) > _TIMES // 2]
         return all(

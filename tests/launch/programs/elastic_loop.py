@@ -52,9 +52,8 @@ def gone(step):
 
 def part(rank, size, step):
     """Whole numbers: every order of additions gives the same bits."""
-    numbers = np.arange(n) % 97
-    mine = range(rank, SAMPLES, size)
-    return sum(((numbers * (k + 1) + step) % 89 for k in mine), np.zeros(n))
+    numbers, mine = np.arange(97), range(rank, SAMPLES, size)
+    return np.resize(sum(((numbers * (k + 1) + step) % 89 for k in mine), np.zeros(97)), n)
 
 
 def expected(steps=STEPS):
