@@ -30,6 +30,19 @@ FLOORS = {
     "cli": 5.0, "__main__": 6.0,
 }  # fmt: skip
 CORE = ("runtime", "collectives", "gradients", "servers", "checkpoint")
+#: Rooms and modules that load without MPI: settings and policies, which are checked before a
+#: launcher has started anything, and all that plans, simulates, supervises, reads or computes.
+WITHOUT_MPI = (
+    "checkpoint.format", "checkpoint.storage", "cli", "collectives.schedules", "data",
+    "elasticity.elastic_settings", "launch", "models", "optim", "pipeline",
+    "servers.balance.rebalance", "servers.consistency", "servers.layout.roles",
+    "servers.modes.backup_workers", "servers.modes.dynamic_bound", "servers.modes.mode_policy",
+    "servers.modes.stale_gradients", "servers.model_facts", "servers.rows.cache_policy",
+    "simulator", "supervisor", "training.checks", "training.exchanges.peer_strategies",
+    "training.exchanges.pipelines.pipeline_strategy", "training.job", "training.strategies",
+)  # fmt: skip
+#: Within these, what needs MPI all the same.
+WITH_MPI = ("pipeline.stages",)
 
 _FILL = ("#eef2f7", "#e3edf7", "#d9f0e3", "#fdf3d8", "#fbe3d6", "#efe3f5", "#e8e8e8")
 
@@ -75,6 +88,46 @@ def imports(file: Path):
     for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from ((node.lineno, target) for target in targets(file, node))
+
+
+@cache
+def loads(module: str) -> set[str]:
+    """What is loaded with a module itself: modules of ours, and ``mpi4py.MPI``.
+
+    Not what functions import, nor what is there for the types only.
+    """
+    found, todo = set(), [tree_of(MODULES[module])]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            if "mpi4py.MPI" in names or ("MPI" in names and getattr(node, "module", "") == "mpi4py"):
+                found.add("mpi4py.MPI")
+            found |= set(targets(MODULES[module], node))
+        types_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if not types_only and not isinstance(node, ast.FunctionDef | ast.Lambda):
+            todo += ast.iter_child_nodes(node)
+    packages = {part for name in (module, *found) for part in parents(name)} & {*MODULES}
+    return (found | packages) - {module}
+
+
+def parents(name: str) -> list[str]:
+    """The packages of a module, which are loaded before it."""
+    parts = name.split(".")
+    return [".".join(parts[:k]) for k in range(1, len(parts))]
+
+
+def way_to_mpi(module: str) -> list[str]:
+    """The modules through which `module` loads MPI, or an empty list."""
+    ways = {module: [module]}
+    for name in (todo := [module]):
+        for target in sorted(loads(name)):
+            if target == "mpi4py.MPI":
+                return [*ways[name], target]
+            if target not in ways:
+                ways[target] = [*ways[name], target]
+                todo.append(target)
+    return []
 
 
 def lines_of_code(text: str) -> int:

@@ -347,11 +347,22 @@ def test_importing_loads_neither_mpi_nor_arrays():
     assert loaded & {"mpi4py.MPI", "mpi4py", "numpy", "h5py", "cupy"} == set()
 
 
-def test_settings_are_checked_before_mpi():
-    """R97: strategies check what a job file says before anything imports MPI."""
-    code = "import sys, mpidist.training.strategies; print('mpi4py.MPI' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert run.stdout == "False\n"
+def test_settings_and_policies_load_without_mpi():
+    """R97: what a job file says is checked before MPI is there; a login node simulates."""
+
+    def among(module, names):
+        return any(f"{module}.".startswith(f"mpidist.{name}.") for name in names)
+
+    for name in (*rooms.WITHOUT_MPI, *rooms.WITH_MPI):
+        assert f"mpidist.{name}" in MODULES
+    wrong = [
+        " -> ".join(way)
+        for module in MODULES
+        if among(module, rooms.WITHOUT_MPI) and not among(module, rooms.WITH_MPI)
+        and (way := rooms.way_to_mpi(module))
+    ]  # fmt: skip
+    assert wrong == []
+    assert rooms.way_to_mpi("mpidist.training.settings")[-1] == "mpi4py.MPI"
 
 
 def test_collectives_are_a_library_of_their_own():
