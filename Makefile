@@ -3,6 +3,7 @@ MPI      ?= openmpi
 VENV     ?= $(if $(filter openmpi,$(MPI)),.venv,.venv-$(MPI))
 PYTHON   ?= python3
 RANKS    ?= 9
+LAUNCHES ?= 4
 DATA     ?= ../shared/data
 PYTEST_ARGS ?=
 
@@ -89,7 +90,7 @@ fuzz: $(VENV)/.test
 	PYTHONPATH=tests $(EXEC) 4 $(BIN)/python -m mpi4py tests/mpi/fuzz_server_changes.py 200
 
 test-launch: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile tests/launch $(PYTEST_ARGS) $(AGAIN)
+	$(BIN)/python -m pytest -q -n $(LAUNCHES) --dist loadfile tests/launch $(PYTEST_ARGS) $(AGAIN)
 
 test-cluster: $(VENV)/.test
 	$(BIN)/python -m pytest -q tests/cluster $(PYTEST_ARGS) $(AGAIN)

@@ -100,8 +100,9 @@ def loads(module: str) -> set[str]:
     while todo:
         node = todo.pop()
         if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names]
-            if "mpi4py.MPI" in names or ("MPI" in names and getattr(node, "module", "") == "mpi4py"):
+            whole = isinstance(node, ast.Import) or node.module != "mpi4py"
+            names = {f"{'' if whole else 'mpi4py.'}{alias.name}" for alias in node.names}
+            if "mpi4py.MPI" in names:
                 found.add("mpi4py.MPI")
             found |= set(targets(MODULES[module], node))
         types_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)

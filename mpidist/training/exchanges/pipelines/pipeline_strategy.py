@@ -8,8 +8,6 @@ from typing import ClassVar
 
 from ....errors import ConfigError
 from ....models.split_model import check_layers_of_split, check_split_settings, split_ways
-from ....pipeline.pipeline_schedules import SCHEDULES
-from ....pipeline.stage_plan import check_layers, plan_stages
 from ....registry import look_up
 from ...checks import expect, is_whole_number
 
@@ -66,6 +64,9 @@ class Pipeline:
     reads_last_run: ClassVar[bool] = True  # `open` takes the arguments `store` and `resume`
 
     def __post_init__(self):
+        # In functions: each run imports this file, and few have a pipeline.
+        from ....pipeline.pipeline_schedules import SCHEDULES
+
         look_up(SCHEDULES, self.schedule, "schedule")
         whole = self.stages is None or (is_whole_number(self.stages) and self.stages >= 1)
         expect(whole, "stages", self.stages, "a whole number of 1 or more")
@@ -111,6 +112,8 @@ class Pipeline:
 
     def check_run(self, size: int | None, model, optimizer, microbatches: int | None) -> None:
         """Raise ConfigError if a run on `size` ranks is not possible; None if `size` is unknown."""
+        from ....pipeline.stage_plan import check_layers
+
         layers, cuts = len(check_layers(model)), self.cuts
         if size is None:
             several = sum(self.replicas) if self.replicas is not None else None
@@ -140,6 +143,8 @@ class Pipeline:
             )
 
     def _grid(self, layers: int, cuts, size: int, microbatches: int | None):
+        from ....pipeline.stage_plan import plan_stages
+
         return plan_stages(
             layers, cuts=cuts, ranks=size, microbatches=microbatches, replicas=self.replicas,
             schedule=self.schedule, chunks=self.chunks, flush=self.flush,
