@@ -1,4 +1,4 @@
-"""`mpidist bench allreduce --explain`: which algorithm ``auto`` chooses for each size, and why."""
+"""`mpidist bench allreduce --explain`: show what ``auto`` chooses for each size, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mpidist bench checkpoint`: saving and restoring, compared with plain files of the same size.
+"""`mpidist bench checkpoint`: time saves and restores, and compare them with plain files.
 
 Each save stores a simulated training state of `nbytes` bytes. One half of the state, the
 parameters, is replicated: it is equal on all ranks and stored once. The other half, the momentum,

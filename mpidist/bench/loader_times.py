@@ -1,4 +1,4 @@
-"""`mpidist bench loader`: samples read per second from files, compared with a plain read.
+"""`mpidist bench loader`: measure samples read per second, and compare with a plain read.
 
 The benchmark first writes files with records like those of YouTube-8M: 1,152 float32 values and a
 few labels each. Every rank then reads its block of the records, batch by batch, with a `Loader`, as

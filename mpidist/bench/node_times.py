@@ -1,4 +1,4 @@
-"""`mpidist bench node`: the work of one rank on a node with many ranks, without waiting for others.
+"""`mpidist bench node`: time the work of one rank on a node with many ranks, without waits.
 
 One process acts as one rank of an allreduce, and the other ranks do not exist. Before the
 measurement, the process writes to its memory what the other ranks would write to shared memory:

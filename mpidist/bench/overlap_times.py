@@ -1,4 +1,4 @@
-"""`mpidist bench overlap`: how much of the gradient exchange runs during the backward pass.
+"""`mpidist bench overlap`: measure how much of the gradient exchange runs during backward.
 
 The backward pass is simulated: the rank sleeps once for each layer, and all sleeps together take as
 long as the exchange of gradients. If the ranks computed instead, ranks that share a core would wait

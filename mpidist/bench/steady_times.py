@@ -1,4 +1,4 @@
-"""`mpidist simulate measure`: the time of successive allreduces, to compare with a simulated time.
+"""`mpidist simulate measure`: time successive allreduces, to compare with simulated times.
 
 A block of successive allreduce calls is timed as a whole. Some networks limit the bandwidth by a
 token bucket, which lets the first bytes pass faster. A block has so many calls that the first calls

@@ -1,4 +1,4 @@
-"""`mpidist bench step`: the time of a training step, compared with PyTorch's DDP over gloo.
+"""`mpidist bench step`: time a training step, and compare it with PyTorch's DDP over gloo.
 
 DDP is PyTorch's DistributedDataParallel. Two more candidates (ways to run a step) are timed, both
 in PyTorch. PyTorch with `md.attach` differs from DDP only in the exchange of gradients. PyTorch

@@ -9,8 +9,8 @@ node, and one for all ranks, in the shared folder. A restarted job continues fro
 which all its nodes hold a copy. This step may be newer than any step in the shared folder. If no
 rank has shards, the restarted job may have another number of ranks, and nodes may be missing.
 Otherwise the ranks and their shards must be the same as before. If there is a new node, or a copy
-is damaged, the job may have to continue from the shared folder. Its next steps are then not
-computed from the copies on the nodes, so its first save removes these copies.
+is damaged, the job may have to continue from the shared folder. The next steps of the job are then
+not computed from the copies on the nodes, so the first save of the job removes these copies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``mpidist advise servers JOB.toml``: allreduce, parameter servers or neither; needs no MPI."""
+"""``mpidist advise servers JOB.toml``: advise allreduce, servers or neither; needs no MPI."""
 
 from __future__ import annotations
 

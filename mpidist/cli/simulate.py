@@ -1,4 +1,4 @@
-"""``mpidist simulate {allreduce,fit,measure}``: the messages and the time of an algorithm.
+"""``mpidist simulate {allreduce,fit,measure}``: show messages and times of an algorithm.
 
 ``allreduce`` needs no MPI. ``fit`` runs on two ranks and writes the network parameters that
 ``allreduce --parameters`` reads. ``measure`` runs the algorithms with MPI, to compare their times

@@ -1,4 +1,4 @@
-"""``mpidist train JOB.toml``: a whole training run, under mpirun or srun, or on one rank alone."""
+"""``mpidist train JOB.toml``: run a training job, under mpirun or srun, or on one rank."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ class Gradients:
             raise
 
     def reduce(self, *extras: float) -> None:
-        """Finish the exchange: then each array in `views` has the sum of all share * gradient.
+        """Finish the exchange; `views` then have the sum over all ranks of share * gradient.
 
         Collective; in place. `extras` are up to two numbers; every rank passes equally many. After
         the call, `Gradients.extras` has the sums of the extras over the ranks. Extras are not

@@ -5,8 +5,8 @@
     dx = (dy - mean(dy) - y mean(dy y)) / sqrt(variance + eps)
 
 The forward and the backward pass make one allreduce each, of two numbers per channel plus one
-number. The batches of the ranks may be uneven or empty. Gain and shift are ordinary parameters,
-with which the model itself computes ``gain * y + shift``.
+number. The batches of the ranks may have different sizes, and may be empty. Gain and shift are
+ordinary parameters, with which the model itself computes ``gain * y + shift``.
 
 References: Ioffe and Szegedy, Batch Normalization, ICML 2015, arXiv:1502.03167. The ranks' sums of
 squares are combined as in Chan, Golub and LeVeque, Updating formulae, 1979.

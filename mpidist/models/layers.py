@@ -1,4 +1,4 @@
-"""The layers of a `Network`, each with a function for its outputs and one for its gradients.
+"""The layers of a `Network`; each layer has functions for its outputs and for its gradients.
 
     y, saved = layer.forward(parameters, x)
     dx = layer.backward(parameters, saved, dy, gradients, ready, first=False)

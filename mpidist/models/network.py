@@ -72,9 +72,9 @@ class Network:
     def parameters(self) -> dict:
         """The parameters of all layers, by name, which training code may replace.
 
-        They are float32, in forward order; gradients become ready in the reverse order. The
-        parameters are made when they are first used, because a stage of a pipeline needs only the
-        parameters of its own layers.
+        The parameters are float32, in the order of the forward pass; gradients become ready in the
+        reverse order. The parameters are made when they are first used, because a stage of a
+        pipeline needs only the parameters of its own layers.
         """
         return self.initial_parameters()
 

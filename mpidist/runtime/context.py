@@ -287,7 +287,7 @@ class Context:
         self.statuses.sentence(str(error) if crossed else text, CROSSED if crossed else BROKEN)
 
     def escaped(self, error: BaseException) -> None:
-        """Send `error`, which was raised before the guard of a public function, if not yet sent."""
+        """Send `error`, raised before the guard of a public function began, unless it was sent."""
         if was_told(error, self) or self.failed or self.closed or self.caller is not None:
             return
         self.raised(error)

@@ -1,4 +1,4 @@
-"""Pictures as files, drawn with matplotlib, which is imported only when a picture is drawn."""
+"""Draw pictures into files with matplotlib, which is imported only when it is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mpidist bench ps`: how much faster asynchronous workers are if steps take uneven times.
+"""`mpidist bench ps`: measure how much faster asynchronous workers are if step times vary.
 
 A step of a worker takes t seconds, or 5 t with probability 1/4. Workers sleep for the time of a
 step instead of computing, so the number of cores does not matter. The modes are BSP

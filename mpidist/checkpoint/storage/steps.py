@@ -1,4 +1,4 @@
-"""Step folders: their names, and reading and checking their manifests.
+"""The names of step folders, and functions that read and check their manifests.
 
     PATH/step-000000001200/        one committed checkpoint, never changed again
     PATH/step-000000001200.1/      the same step saved again; the higher number is the newer one

@@ -134,7 +134,7 @@ class Planner:
 
         `check` returns the number of the step, or raises an error if the number is not valid. Rank
         0 calls `prepare` once, with the step and a random number. Before this call, rank 0 checks
-        its own state, or the states of all ranks, and finds no error.
+        its own state, or the states of all ranks. If it finds an error, it does not call `prepare`.
         """
         found: Survey
         nonce = secrets.randbits(63)

@@ -1,4 +1,4 @@
-"""``mpidist bench checkpoint``: the times of saving and restoring, compared with plain files."""
+"""``mpidist bench checkpoint``: time saves and restores, and compare them with plain files."""
 
 from __future__ import annotations
 

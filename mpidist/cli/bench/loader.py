@@ -1,4 +1,4 @@
-"""``mpidist bench loader``: reading samples, compared with a plain read of the same bytes."""
+"""``mpidist bench loader``: time reading samples, and compare with a plain read."""
 
 from __future__ import annotations
 

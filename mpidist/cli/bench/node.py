@@ -1,4 +1,4 @@
-"""``mpidist bench node``: one rank's time in an allreduce on simulated nodes, without waiting."""
+"""``mpidist bench node``: time one rank's work in an allreduce on simulated nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mpidist bench overlap``: how much of the gradient exchange runs during the backward pass."""
+"""``mpidist bench overlap``: measure how much of the gradient exchange runs during backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mpidist bench ps``: how much faster asynchronous workers are if steps take uneven times."""
+"""``mpidist bench ps``: measure how much faster asynchronous workers are if step times vary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mpidist bench servers``: steps with parameter servers, for each number of workers and servers.
+"""``mpidist bench servers``: time steps with several numbers of workers and servers.
 
 Each case is compared with plain messages and with an allreduce, in the same run.
 """

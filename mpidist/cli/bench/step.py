@@ -1,4 +1,4 @@
-"""``mpidist bench step``: the time of training steps, compared with PyTorch's DDP."""
+"""``mpidist bench step``: time training steps, and compare them with PyTorch's DDP."""
 
 from __future__ import annotations
 

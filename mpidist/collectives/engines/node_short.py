@@ -1,4 +1,4 @@
-"""Allreduce of short vectors in a node: each rank copies its vector to shared memory, adds all.
+"""Allreduce of short vectors in a node: all vectors are copied to shared memory, then added.
 
 This allreduce has the same steps as the schedule `node.flat`. This module does not use a general
 engine for schedules, because for short vectors one Python function call costs as much as the

@@ -1,4 +1,4 @@
-"""Find ranks that wait for each other on two communicators, and raise an error on both.
+"""Find ranks that wait for each other on two communicators, and raise an error on these ranks.
 
     rank 0   allreduce(a) ...... waits for rank 1
     rank 1   allreduce(b) ...... waits for rank 0       or in the first call on a new communicator
