@@ -57,13 +57,13 @@ def as_array(x):
     x : numpy.ndarray, cupy.ndarray or an object with ``__dlpack__``
         An array is returned as it is. An object of a subclass of ndarray is returned as a plain
         array. A tensor of another library is returned as a view, which is writable if that library
-        allows it.
+        allows writing.
 
     Raises
     ------
     ConfigError
         For lists, scalars and other objects without memory to share, for masked arrays, and for
-        tensors whose library does not share them.
+        tensors whose library does not share their memory.
     """
     if type(x) is np.ndarray:
         return x

@@ -47,7 +47,7 @@ class Site:
         self.environment = launch_environment()
 
     def output(self, words: Sequence[str], variables: Mapping[str, str]) -> str:
-        """Run a program on all ranks and return its output; raise MpidistError if it fails."""
+        """Run a program on all ranks and return its output; MpidistError if the program fails."""
         command = [*self.launcher, *words]
         try:
             done = Started(command, env={**self.environment, **variables}).finish(PATIENCE)

@@ -179,7 +179,7 @@ def rules_file(chosen: Mapping[int, Setting], ranks: int, nodes: int, source: st
     measured sizes, the rule changes at the geometric mean of the sizes. In a rules file, algorithm
     0 leaves the choice to MPI. The file uses algorithm 0 below the smallest measured size, and for
     communicators of more than `ranks` ranks. Larger communicators need a rule of their own, because
-    the rules for `ranks` ranks would otherwise be valid for them too.
+    the rules for `ranks` ranks would otherwise be valid for larger communicators too.
     """
     own = base(nodes)
     lines: list[tuple[int, Setting]] = [(0, own)]

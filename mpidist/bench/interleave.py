@@ -3,8 +3,8 @@
 The order of the candidates changes from round to round. A turn is the timing of one candidate in
 one round. A turn makes one or more calls, and its result is the seconds per call of the slowest
 rank, from a barrier to the end of the calls.
-Before each turn new inputs are written, and after it one result is checked; neither is timed.
-`ratios.py` computes medians and ratios from the times of all rounds.
+Before each turn new inputs are written, and after each turn one result is checked; neither is
+timed. `ratios.py` computes medians and ratios from the times of all rounds.
 
 Hunold, Carpen-Amarie, "MPI Benchmarking Revisited: Experimental Design and Reproducibility",
 arXiv:1505.07734, 2015.
@@ -35,9 +35,9 @@ class Candidate:
 
     The calls of a candidate are made one after the other, each on its own input vector. If all
     vectors together are larger than the cache, no call finds its vector in the cache. If `summed`
-    is true, one result per turn is checked: it must be the sum of the inputs of all ranks. `around`
-    makes a context manager that is entered before each turn and left after the turn, both outside
-    the measured time.
+    is true, one result per turn is checked: this result must be the sum of the inputs of all ranks.
+    `around` makes a context manager that is entered before each turn and left after the turn, both
+    outside the measured time.
     """
 
     calls: Sequence[Callable[[], object]]

@@ -43,8 +43,8 @@ def all_come(comm) -> None:
     """Record that all ranks will make the next collective call; they need not agree on it first.
 
     If this rank raises an exception before the next collective call, the other ranks learn of the
-    exception and abort that call. If the others did not abort the call that this rank has missed,
-    this rank would receive their messages in its own next operation.
+    exception and abort that call. If the other ranks did not abort the call that this rank has
+    missed, this rank would receive their messages in its own next operation.
     """
     context.of(comm).under_way = True
 

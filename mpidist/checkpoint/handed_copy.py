@@ -1,9 +1,9 @@
 """The copy of a state that an attempt of a job leaves in memory for the next attempt.
 
 The copy is a checkpoint in a folder of /dev/shm, so any number of ranks of its host can restore
-from it. It is the newest state of the run until the next attempt has saved a step to its store. The
-copy is used only by attempts of the same `mpidist launch`. If `mpidist launch` is killed, the copy
-is not used, because no rank can know whether the next job continues the same run.
+from it. The copy is the newest state of the run until the next attempt has saved a step to its
+store. The copy is used only by attempts of the same `mpidist launch`. If `mpidist launch` is
+killed, the copy is not used, because no rank can know whether the next job continues the same run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def save_copy(comm, memory: Path, path: str, step: int, state: Mapping) -> bool:
 
 
 def restore_newest(comm, memory: Path | None, store, like: dict, handed: str) -> tuple[dict, bool]:
-    """Return the newest state, from `store` or a copy, and whether it is from a copy. Collective.
+    """Return the newest state, and whether it is from a copy and not from `store`. Collective.
 
     `handed` is the result of `hand_over.wait_for_turn`. Raises NoCheckpoint if there is no state.
     """

@@ -395,8 +395,8 @@ class Line:
 
         If the history is new, create its mark, the file that says where it begins.
 
-        Raises CheckpointError if the save would continue no step although the folder holds good
-        steps that the store does not ignore.
+        Raises CheckpointError if the folder holds good steps that the store does not ignore, but
+        the save does not continue any of these steps.
         """
         listed, fresh = Histories(root), self.is_fresh()
         line = [] if fresh else listed.line()

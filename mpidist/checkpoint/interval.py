@@ -70,7 +70,7 @@ class SaveInterval:
     If `every` is a time or "auto", all ranks agree after each save on how many steps fit into the
     interval. To compute the number of steps between two saves, the ranks use the mean time of a
     step since the previous save, on the slowest rank. Because all ranks agree, they save at the
-    same step. If each rank decided by its own clock, they could save at different steps.
+    same step. If each rank decided by its own clock, the ranks could save at different steps.
     """
 
     def __init__(self, every: int | str):

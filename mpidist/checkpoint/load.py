@@ -184,7 +184,7 @@ class Search:
     def pass_over(self, reason: str, said: bool = False) -> None:
         """Skip the step folder that `next` returned last, since it is damaged.
 
-        If a running job has removed the folder meanwhile, it does not count as damaged.
+        If a running job has removed the folder meanwhile, the folder does not count as damaged.
 
         The damage is reported on stderr and in the event log, unless `said` is true. If `said` is
         true, the damage has already been reported.

@@ -55,7 +55,7 @@ def identity(path: str, make: bool) -> str | None:
 
 
 def rotate_id(path: str) -> None:
-    """Remove the run's identity from a shared folder, so that the next save draws another one."""
+    """Remove the run's identity from a shared folder, so that the next save draws a new one."""
     with files.folder(path) as root:
         files.remove_file(ID, root)
         files.sync(root)

@@ -77,9 +77,8 @@ class CheckpointStore(Store):
         Keep also the steps whose number is a multiple of `keep_every`. The newest step that was
         verified or restored is never removed, whatever `keep` and `keep_every` are.
     writers : "all", "node" or int
-        The ranks that write files: every rank, one rank of each node, or this number of ranks. If
-        no writing rank holds some data, a rank that holds them sends them to a writing rank, which
-        needs memory for them.
+        The ranks that write files: every rank, one rank of each node, or this number of ranks. Data
+        that no writing rank holds are sent to a writing rank, which needs memory for these data.
     direct : bool
         Whether writes bypass the cache of the operating system, where the file system allows that.
         With direct writes, the data are not copied into the cache, and a save does not wait at its
@@ -205,7 +204,7 @@ class CheckpointStore(Store):
             A state of the same model. `like` may be divided into shards in another way, and over
             another number of ranks, than the saved state. The arrays of `like`, and the arrays of
             its shards, are filled in place, and are returned in new dicts with the extras that were
-            saved. If `like` has extras that the checkpoint does not have, they are returned
+            saved. If `like` has extras that the checkpoint does not have, these extras are returned
             unchanged. If `like` is None, every rank gets every array whole.
         step : int, optional
             The number of the step to restore. None means the newest step that every rank can read:

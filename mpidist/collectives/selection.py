@@ -98,7 +98,7 @@ def remember_in(comm: MPI.Comm, folder: Path | None) -> None:
 
     Choices that were made before this call do not change. If `remember_in` is never called, the
     folder is ``$XDG_CACHE_HOME/mpidist`` (by default ``~/.cache/mpidist``); with the environment
-    variable ``MPIDIST_SELECTION_CACHE=0`` it is None.
+    variable ``MPIDIST_SELECTION_CACHE=0`` the folder is None.
     """
     context = of(comm)
     context.store["selection folder"] = folder

@@ -32,7 +32,7 @@ def digits(
     References
     ----------
     E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
-    Repository, 1998, doi 10.24432/C50P49 (its test part).
+    Repository, 1998, doi 10.24432/C50P49 (the test part of that data set).
     """
     table = _table()
     images = (table[:, :64] / 16).astype(np.float32).reshape(-1, 1, 8, 8)

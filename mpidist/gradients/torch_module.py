@@ -192,7 +192,7 @@ class Attached:
         Collective over the communicator. Call `average` after the last backward pass of a step,
         before gradients are clipped and before the optimizer's ``step``. If only some ranks have a
         gradient of a parameter, the missing gradients of the other ranks count as zero. If no rank
-        has a gradient of a parameter, no rank gets one.
+        has a gradient of a parameter, the parameter stays without a gradient.
 
         Parameters
         ----------

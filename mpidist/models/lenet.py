@@ -7,9 +7,9 @@
       dense                        84     relu
       dense                   classes
 
-Max pooling and ReLU replace the average pooling and tanh of the paper, because they train faster.
-ReLU comes after max pooling: the result is the same as before pooling, and ReLU has a quarter of
-the work.
+Max pooling and ReLU replace the average pooling and tanh of the paper, because the model then
+trains faster. ReLU comes after max pooling: the result is the same as before pooling, and ReLU has
+a quarter of the work.
 
 Reference: LeCun, Bottou, Bengio and Haffner, Gradient-based learning applied to document
 recognition, Proc. IEEE 86(11), 1998.

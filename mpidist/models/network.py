@@ -11,7 +11,7 @@ a stage of a pipeline, which computes only some of the layers, uses:
     model.loss(scores, labels)            losses, and the gradient that goes back
 
 A model does not communicate with other ranks. Training code may replace any array in `parameters`
-by another one of the same shape, because every method of the model looks up the arrays again.
+by another array of the same shape, because every method of the model looks up the arrays again.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class SplitDense:
     Collective over `comm`, as are the methods `forward`, `backward` and `backward_input`: all ranks
     call them in the same order, with the same batch. `x` and `y` have shape (pieces, samples,
     features), and every rank has all features. Each rank computes the gradients of its part, and
-    updates it.
+    updates this part.
 
     Parameters
     ----------

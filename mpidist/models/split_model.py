@@ -95,8 +95,8 @@ def dense_layers(model) -> dict[str, int]:
 def split_model(model, comm, split: Mapping[str, str]) -> Any:
     """Return a copy of a model in which each rank has only parts of some layers. Collective.
 
-    The parts have the values of `model`. Parameters that the model has not made yet are not made.
-    The layers that are not split keep the arrays of `model` itself, not copies.
+    The parts have the values of `model`. This function does not make parameters that the model has
+    not made yet. The layers that are not split keep the arrays of `model` itself, not copies.
     """
     dense = dense_layers(model)
     new = copy.copy(model)

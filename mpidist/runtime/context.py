@@ -1,4 +1,4 @@
-"""The context of a communicator: private duplicates of it, operation numbers, and cached plans.
+"""The context of a communicator: its private duplicates, operation numbers, and cached plans.
 
 Each communicator has one `Context` as an MPI attribute, so users of mpidist pass only their mpi4py
 communicator. `free(comm)` closes the context. A context that is still open when the program exits

@@ -1,4 +1,4 @@
-"""The function with which mpidist waits for MPI: it polls, and lets others use the core.
+"""The function with which mpidist waits for MPI: it polls, and lets other programs run.
 
 A rank cannot leave a blocking MPI call if a peer is dead, is stopped, or makes another call.
 Therefore every wait calls a test function until it returns true. After a moment, the wait also

@@ -56,7 +56,7 @@ current: Membership | None = None
 
 
 def is_death(error: BaseException | None) -> bool:
-    """Return whether `error` says that a rank has died, or that another rank has noticed it."""
+    """Return whether `error` says that a rank has died, or that another rank noticed a death."""
     if not isinstance(error, MPI.Exception) or error.Get_error_class() in _DEATH:
         return isinstance(error, RankFailure | MPI.Exception)
     # A blocking call of Open MPI 5.0.11 may report a death as MPI_ERR_OTHER or in a status.
@@ -303,8 +303,8 @@ class Membership:
     def release(self) -> None:
         """Tell waiting spares to exit. Collective over `comm`, when its ranks exit.
 
-        If only some of the ranks exit, with a nonzero code, they wait for the others for
-        `LEAVE_TOGETHER` seconds.
+        If only some of the ranks exit, with a nonzero code, these ranks wait for the other ranks
+        for `LEAVE_TOGETHER` seconds.
         """
         patience = failure.LEAVE_TOGETHER if (code := failure.likely_exit_code()) else None
         if not (self._done or all(self.active) or self.comm == MPI.COMM_NULL):
@@ -350,7 +350,7 @@ class Membership:
 
         A rank calls this method if the exit barrier of the job has failed. If a rank ends the job,
         this method does not return. If a rank has died, the lowest living rank gets the text that
-        it must print, and the others get "".
+        it must print, and the other ranks get "".
         """
         self._agree(GO_ON)
         dead = self.dead()

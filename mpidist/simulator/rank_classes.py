@@ -28,7 +28,7 @@ class Class(NamedTuple):
     peers: list[np.ndarray]
 
     def without_empty(self) -> Class:
-        """Return the class without its steps that move no elements; a real run also drops them."""
+        """Return the class without steps that move no elements; a real run drops these, too."""
         kept = [i for i, s in enumerate(self.steps) if length(s.source) or length(s.target)]
         return Class(self.ranks, [self.steps[i] for i in kept], [self.peers[i] for i in kept])
 

@@ -78,7 +78,7 @@ def sweep_cases(
 
 
 def measure(comm, nbytes: int, case: Case, *, rounds: int, compute: float) -> dict | None:
-    """Measure one case; return its row on rank 0, and None on others. Collective over `comm`.
+    """Measure one case; return its row on rank 0, None on other ranks. Collective over `comm`.
 
     `compute` is the time in seconds that one worker alone would need for the computation of a whole
     step of all workers.

@@ -130,8 +130,8 @@ def intersection(one: Box, other: Box) -> Box | None:
 def untiled(shape: Shape, regions: Sequence[Region]) -> str | None:
     """Return a text that says why `regions` do not tile an array of `shape`, or None if they do.
 
-    Regions tile an array if each lies inside the array, no two share an element, and together they
-    have as many elements as the array.
+    Regions tile an array if each region lies inside the array, no two regions share an element, and
+    all regions together have as many elements as the array.
     """
     for region in regions:
         if not fits(region, shape):

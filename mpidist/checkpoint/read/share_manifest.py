@@ -59,7 +59,7 @@ def wanted(comm, leader, tensors: Sequence[Fact], items: list) -> Layout:
 def _looked_up(
     found: Manifest, answers: Sequence[tuple[bytes, np.ndarray]]
 ) -> tuple[Layout, list[list[Layout]]]:
-    """Return the pieces that rank 0 broadcasts, and for each rank the pieces that it sends there.
+    """Return the pieces that rank 0 broadcasts, and for each rank the pieces sent to it only.
 
     `answers` has two values from each rank: a bit for each tensor, which is 1 if the rank wants the
     whole tensor, and a table of the regions of the rank's shards.

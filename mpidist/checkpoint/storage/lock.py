@@ -2,11 +2,12 @@
 
 Rank 0 holds a lock on the file ``.lock`` from its first save until the store is closed. The system
 releases the lock when the process ends, so a dead job never blocks the next job. The process that
-takes the lock writes its process number, its host and the time into the file; these are called its
-name. Some file systems do not share locks between hosts, so two jobs on two hosts can hold the lock
-at once. If two jobs hold the lock, the file has the name of the later job. Before the earlier job
-commits its next step, it finds this name in the file, and raises an error instead of committing the
-step. (A check that stops a process which has lost its lock is called a fence.)
+takes the lock writes its process number, its host and the time into the file; these three are
+called the name of the process. Some file systems do not share locks between hosts, so two jobs on
+two hosts can hold the lock at once. If two jobs hold the lock, the file has the name of the later
+job. Before the earlier job commits its next step, it finds this name in the file, and raises an
+error instead of committing the step. (A check that stops a process which has lost its lock is
+called a fence.)
 
 The lock file also shows whether the disk of the folder is mounted: if the disk is not mounted, the
 path leads to another folder, which has no lock file.

@@ -9,10 +9,10 @@
     all ranks  <--bcast--  committed, or one error for all
 
 The rename of the temporary folder commits the step. Before the rename no reader reads the folder,
-and all its bytes are on stable storage when the rename happens. If a file system loses bytes
-although fsync has succeeded, readers find the damage by the checksums. Even if fsync and rename do
-not work as promised, a reader that compares the checksums uses no wrong data. The guarantee that no
-committed step is lost depends on fsync and rename.
+and all bytes of the folder are on stable storage when the rename happens. If a file system loses
+bytes although fsync has succeeded, readers find the damage by the checksums. Even if fsync and
+rename do not work as promised, a reader that compares the checksums uses no wrong data. The
+guarantee that no committed step is lost depends on fsync and rename.
 
 A rank needs no MPI to write its shard, and rank 0 needs no MPI to commit, so `save_async` does both
 in threads. In `save_async`, the thread of rank 0 waits until the tables (lists of the parts) of all

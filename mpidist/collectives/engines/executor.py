@@ -90,7 +90,7 @@ def hear_first(context) -> None:
 
 
 class Engine:
-    """An object that reduces 1-D vectors by one algorithm; module `programs` chooses it."""
+    """An object that reduces 1-D vectors by one algorithm; `programs` chooses the engine."""
 
     #: Whether the engine divides a mean itself, while the piece is in the cache.
     divides = False

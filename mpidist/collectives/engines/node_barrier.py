@@ -60,8 +60,8 @@ class NodeBarrier:
     Each rank's cache line also holds two keys (numbers that identify an operation). At the first
     barrier of an operation, the ranks compare their keys to check that all ranks are in the same
     operation. A rank has two keys because a quick rank may write the key of its next operation
-    while a slow rank still reads the keys of the current one. Two keys are enough, because no rank
-    can be two operations ahead of another one.
+    while a slow rank still reads the keys of the current operation. Two keys are enough, because no
+    rank can be two operations ahead of another rank.
 
     A rank that stops because of an error (`leave`) replaces its counter, the number of barriers
     that it has reached, by the bitwise complement. The complement is negative and thus less than

@@ -35,7 +35,7 @@ from .schedule import Range, Step, combine, length, recv, send, split_range
 
 
 def recursive_doubling(size: int, rank: int, n: int) -> list[Step]:
-    """Return steps in which each rank exchanges whole vectors with log2 p others, one per round."""
+    """Return steps in which a rank exchanges whole vectors, in each round with another rank."""
     return _folded(size, rank, n, doubling)
 
 
@@ -45,14 +45,14 @@ def halving_doubling(size: int, rank: int, n: int, *, itemsize: int = 4) -> list
 
 
 def butterfly(size: int, rank: int, n: int, *, itemsize: int = 4) -> list[Step]:
-    """Return steps of `recursive_doubling` for short vectors, of `halving_doubling` for others."""
+    """Return steps of `recursive_doubling` for short vectors, else of `halving_doubling`."""
     if n * itemsize < SHORT or n < size:
         return recursive_doubling(size, rank, n)
     return halving_doubling(size, rank, n, itemsize=itemsize)
 
 
 def _folded(size: int, rank: int, n: int, inner: Callable) -> list[Step]:
-    """Return the steps of `inner` on 2^k ranks, to which the others first send their vectors."""
+    """Return the steps of `inner` on 2^k ranks; the other ranks first send them their vectors."""
     power = 1 << (size.bit_length() - 1)
     rest = size - power
     whole: Range = (0, n)

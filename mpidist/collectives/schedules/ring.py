@@ -12,7 +12,7 @@ last p-1 rounds, the finished chunks travel once around the ring.
 
 The cost is 2(p-1) alpha + 2(p-1)/p N beta + (p-1)/p N gamma for any p. No allreduce algorithm can
 send fewer bytes per rank than the ring. Each chunk is sent in several segments, so that one segment
-is sent while another one is added. Patarasuk and Yuan, JPDC 69(2), 2009, doi
+is sent while another segment is added. Patarasuk and Yuan, JPDC 69(2), 2009, doi
 10.1016/j.jpdc.2008.09.002.
 """
 

@@ -145,7 +145,7 @@ def _texts(value) -> list[str]:
 
 
 def _make_own(folder: Path) -> None:
-    """Make this user's folder for copies; refuse one to which other users can write."""
+    """Make this user's folder for copies; refuse a folder to which other users can write."""
     folder.mkdir(mode=0o700, exist_ok=True)
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o022:

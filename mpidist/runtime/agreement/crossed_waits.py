@@ -32,7 +32,7 @@ def look(comm: MPI.Comm, context=None, number: int = 0) -> None:
     """Tell ranks that wait for this rank on other communicators that this rank waits on `comm`.
 
     `context` is the context of `comm`, or None while the context is being made. Raises
-    MismatchError if another rank has found that it and this rank wait for each other.
+    MismatchError if another rank has found out that the two ranks wait for each other.
     """
     place, here = None, (comm, number)
     for other in tuple(open_contexts):

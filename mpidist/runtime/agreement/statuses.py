@@ -12,10 +12,10 @@ neighbours once, the message reaches all ranks that poll, even if some other ran
 
 If ranks are in two operations, at least one rank has a neighbour in the other operation, so at
 least one rank sees the conflict. A rank that is only late is never reported as wrong, because its
-status agrees with the statuses of the others as soon as it begins the operation. Once a second, a
-waiting rank also sends its status to log2 p ranks (of p in all) that are not its neighbours,
-because one of these ranks may have left. No function of this module blocks. Statuses travel on the
-communicator `Context.control`.
+status agrees with the statuses of the other ranks as soon as it begins the operation. Once a
+second, a waiting rank also sends its status to log2 p ranks (of p in all) that are not its
+neighbours, because one of these ranks may have left. No function of this module blocks. Statuses
+travel on the communicator `Context.control`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Statuses:
         return self.context.sequence if self.awaited is None else self.awaited
 
     def look_around(self, waited: float) -> None:
-        """Exchange statuses with others without blocking; raise MismatchError if they conflict."""
+        """Exchange statuses with other ranks without blocking; MismatchError if they conflict."""
         if self.context.failed:  # another thread or a nested wait has received the error text
             raise self.context.failed_as(self.context.failed)
         current = self.current
@@ -265,7 +265,7 @@ class Statuses:
                 self._tell(self._status(WAITING), [status.rank])
 
     def _decide(self, waited: float) -> None:
-        """Raise MismatchError if statuses conflict; first give all ranks time to send theirs."""
+        """If statuses conflict, give all ranks time to send statuses, then raise MismatchError."""
         for status in self._elsewhere.values():
             crossing = crossed_waits.crossing(self.context, self.current, status)
             if crossing:

@@ -191,7 +191,7 @@ def _asking(probes: int) -> Values:
 
 
 def has_route(host: str) -> bool:
-    """Return whether this host knows a way to `host`; it has none if its own link is down."""
+    """Return whether this host knows a route to `host`; without a link it knows no route."""
     if ipaddress.ip_address(host).is_link_local and ":" in host:
         return True  # the address does not say which network device of this host leads there
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

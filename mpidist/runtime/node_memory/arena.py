@@ -176,8 +176,8 @@ class Arena(Mapping):
     Attributes
     ----------
     flat : numpy.ndarray
-        The vector with all tensors of this rank. Raises ConfigError if they have several dtypes.
-    vectors : list of numpy.ndarray
+        The vector with all tensors of this rank. Raises ConfigError if the tensors have several
+    dtypes. vectors : list of numpy.ndarray
         The vectors of this rank, one per dtype, in the order in which the dtypes first appear.
     slots : list of list of numpy.ndarray
         ``slots[k][r]`` is the array ``vectors[k]`` of the rank with local rank r on this node.

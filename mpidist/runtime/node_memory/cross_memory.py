@@ -4,9 +4,9 @@ With the system call process_vm_readv(2), Linux copies data once between two pro
 without shared memory and without a message. Containers, other users and hardened kernels may forbid
 this system call, and a process number may mean another process in another container. The system
 call may thus fail or reach a wrong process, so all ranks test it with random numbers before they
-use it. In an elastic group a rank may die, and the kernel may give its number to another process.
-In an elastic group, a rank therefore writes only after the kernel has confirmed that no process of
-the group has ended.
+use it. In an elastic group a rank may die, and the kernel may give its process number to another
+process. In an elastic group, a rank therefore writes only after the kernel has confirmed that no
+process of the group has ended.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class CrossMemory:
                 )
 
     def without(self, living: list[int]) -> CrossMemory:
-        """Return an object for the ranks `living`, without a new test; this object ends."""
+        """Return an object for the ranks `living`, without a new test; close this object."""
         new = copy.copy(self)
         new.pids, new._rank = [self.pids[k] for k in living], living.index(self._rank)
         new._watch([self._ends[k] for k in living])
