@@ -24,10 +24,10 @@ def add_parser(commands) -> None:
         help="replace a value of the job file, e.g. global_batch=256")  # fmt: skip
     add("--ranks", type=int, default=8, help="number of ranks, each on its own node (8)")
     add("--compute", type=float, metavar="SECONDS",
-        help="seconds of a global batch on one rank (measured here)")  # fmt: skip
+        help="seconds of a global batch on one rank (default: measured now)")  # fmt: skip
     add("--memory", type=float, metavar="BYTES", help="bytes that a rank may use (any)")
     add("--slowest", type=float, default=1.0, metavar="FACTOR",
-        help="how many times as long one rank takes, another one in each step (1)")  # fmt: skip
+        help="in each step another rank takes this many times as long (1)")  # fmt: skip
     add("--bound", type=float, default=0.5, help="warn above this share of communication (0.5)")
     add("--json", metavar="FILE", help="write the choices to FILE as well")
     add_network(one)

@@ -15,10 +15,10 @@ from ..errors import ConfigError
 
 def add_parser(commands) -> None:
     """Add this command to the argument parser."""
-    about = "let the job of a running mpidist launch go on with more ranks"
+    about = "continue the job of a running mpidist launch with more ranks"
     add = commands.add_parser("grow", help=about, description=about).add_argument
     add("control", type=Path, metavar="CONTROL", help="control folder of the mpidist launch")
-    add("-n", type=int, required=True, metavar="K", help="how many ranks more")
+    add("-n", type=int, required=True, metavar="K", help="number of additional ranks")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -27,7 +27,7 @@ def add_parser(commands) -> None:
         help="command that starts ranks, e.g. 'mpirun --with-ft ulfm' or 'srun --mpi=pmix'; "
         "default: the mpiexec of this Python")  # fmt: skip
     add("--elastic", action="store_true",
-        help="if a rank dies, the others go on (the program must use md.elastic)")  # fmt: skip
+        help="if a rank dies, the others continue (the program must use md.elastic)")  # fmt: skip
     add("--hosts", metavar="A:2,B:2", help="hosts and their ranks; default: the hosts of Slurm")
     add("--hosts-from", metavar="COMMAND",
         help="command that prints the hosts of the next attempt, as A:2 on each line")  # fmt: skip

@@ -21,8 +21,8 @@ from ..errors import ConfigError, MpidistError, nearest
 COMMANDS = {
     "train": "train the model of a TOML job file (under mpirun or srun)",
     "bench": "measure allreduce, parameter servers or checkpoints against references",
-    "launch": "run an MPI program until it is done, also after failures; needs no MPI",
-    "grow": "let the job of a running mpidist launch go on with more ranks; needs no MPI",
+    "launch": "run an MPI program, and restart it after failures; needs no MPI",
+    "grow": "continue the job of a running mpidist launch with more ranks; needs no MPI",
     "advise": "whether allreduce or parameter servers suit a model; needs no MPI",
     "simulate": "messages and costs of an algorithm, for any number of ranks; needs no MPI",
     "pipeline": "cut a model into pipeline stages, and draw schedules; needs no MPI",

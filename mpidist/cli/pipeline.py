@@ -38,18 +38,18 @@ def add_parser(commands) -> None:
     about = "the best cut of a profiled model into stages, and the replicas of each stage"
     add = what.add_parser("partition", help=about, description=about).add_argument
     add("profile", metavar="PROFILE", help="times and sizes of layers, as PipeDream writes them")
-    add("--workers", type=int, required=True, metavar="N", help="most workers that are used")
+    add("--workers", type=int, required=True, metavar="N", help="largest number of workers to use")
     add("--stages", type=int, metavar="S", help="exact number of stages (any)")
     add("--no-replication", action="store_true", help="one worker for each stage")
     add("--bandwidth", type=float, metavar="BYTES_PER_S",
-        help="bytes per second between two workers (1e9, or that of --network)")  # fmt: skip
+        help="bytes per second between two workers (1e9, or the value in --network)")  # fmt: skip
     add("--network", metavar="FILE",
-        help="bandwidths that `mpidist simulate fit` has measured: also say on how many hosts the "
-        "workers should be")  # fmt: skip
+        help="bandwidths that `mpidist simulate fit` has measured; with it, also print on how many "
+        "hosts the workers should be")  # fmt: skip
     add("--memory", type=float, metavar="BYTES", help="bytes of memory of a worker (any)")
     add("--cost", default="overlap", metavar="{overlap,serial,pipedream}",
-        help="whether messages hide behind the computation (overlap), or not (serial); pipedream "
-        "counts as PipeDream's program")  # fmt: skip
+        help="whether messages run during the computation (overlap) or not (serial); pipedream "
+        "counts as the PipeDream program does")  # fmt: skip
     add("--evaluate", action="store_true",
         help="keep the stages that the profile names, and choose their replicas")  # fmt: skip
     add("--microbatches", type=int, metavar="M",
@@ -63,11 +63,11 @@ def add_parser(commands) -> None:
     add("--microbatches", type=int, default=8, metavar="M", help="number of microbatches (8)")
     add("--chunks", type=int, default=1, metavar="V", help="chunks of each rank (1)")
     add("--forward", type=float, default=1.0, metavar="MS", help="ms of a rank's forward pass (1)")
-    add("--backward", type=float, default=2.0, metavar="MS", help="ms of its backward pass (2)")
+    add("--backward", type=float, default=2.0, metavar="MS", help="ms of the backward pass (2)")
     add("--bytes", type=float, default=0.0, metavar="N", help="bytes of a message (0)")
     add("--bandwidth", type=float, default=1e9, metavar="BYTES_PER_S",
         help="bytes per second of a link (1e9)")  # fmt: skip
-    add("--latency", type=float, default=0.0, metavar="US", help="us of a message on the way (0)")
+    add("--latency", type=float, default=0.0, metavar="US", help="latency of a message in us (0)")
     add("--picture", metavar="FILE.png", help="draw the schedule into a file")
     add("--trace", metavar="FILE.json", help="write the schedule in Chrome's trace format")
     about = "write the newest step of a finished run in Chrome's trace format"

@@ -30,7 +30,7 @@ def add_parser(commands) -> None:
     fit = what.add_parser("fit", help="measure the parameters on 2 ranks, on two nodes or on one")
     fit.add_argument("--json", metavar="FILE", required=True, help="file to write or to complete")
     fit.add_argument("--sending-only", action="store_true", help="links limit only sending")
-    measure = what.add_parser("measure", help="milliseconds of an allreduce, of many in a row")
+    measure = what.add_parser("measure", help="milliseconds per allreduce, if many run in a row")
     add_cases(measure)
     parser.set_defaults(command="simulate")
 

@@ -29,7 +29,7 @@ def add_options(parser) -> None:
     levels = ["funneled", "multiple"]
     add("--thread-level", choices=levels, default="multiple", help="requested from MPI (multiple)")
     add("--cold", action="store_true", help="use vectors that are not in the cache")
-    add("--consistency", action="store_true", help="also MPI's reduce + broadcast (and such)")
+    add("--consistency", action="store_true", help="also MPI's reduce + broadcast and others")
     add("--torch", action="store_true", help="also PyTorch over gloo, where installed")
     add("--wire", metavar="DEVICE", help="count the bytes that DEVICE, such as eth0, sends")
     choices.add_options(parser)
