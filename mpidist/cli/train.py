@@ -295,7 +295,7 @@ def _is_told(job, summary) -> bool:
 class Reporter:
     """Callback that writes metrics.jsonl, and shows a progress bar or progress lines.
 
-    Only on the first living rank, `speaks` is true.
+    The attribute `speaks` is true only on the first living rank.
     """
 
     def __init__(self, job, speaks: bool):

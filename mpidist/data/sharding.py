@@ -132,7 +132,8 @@ def deal(counts: Sequence[int], shares: Sequence[int]) -> list[list[int]]:
 
 def _by_file(counts, nodes, rank, key):
     files = deal(counts, [1] * sum(nodes))[rank]
-    # The files are shuffled, and the records within each file, so one file is open at a time.
+    # The files are shuffled, and then the records within each file, so only one file is open at a
+    # time.
     files = [files[k] for k in np.random.default_rng((*key, rank)).permutation(len(files))]
     starts = bounds_of(counts)
     within = [starts[f] + np.random.default_rng((*key, f)).permutation(counts[f]) for f in files]

@@ -38,7 +38,7 @@ _FOLDER = Path("/dev/shm")
 _HEAD = mmap.PAGESIZE
 _LINE = 8  # int64 per cache line
 _MOST = 1 << 60  # bytes: more than any machine has, and few enough for C integers
-_FOUND, _TEXT = 128, 512  # largest number of bytes of a file's place, and of an error text
+_FOUND, _TEXT = 128, 512  # most bytes of a file's place, and of an error text
 
 #: A function that polls a test until the test returns true.
 Wait = Callable[[Callable[[], bool]], None]
