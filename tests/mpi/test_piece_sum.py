@@ -73,6 +73,54 @@ def test_pieces_given_at_once_have_the_same_bits(comm):
             assert out.tobytes() == expected.astype(dtype).tobytes(), (pieces, most)
 
 
+@pytest.mark.ranks(1, 2, 3, 5)
+def test_pieces_written_into_the_sums_memory_have_the_same_bits(comm, ways, monkeypatch):
+    """Mixed with all other ways to add, in blocks that do not divide n; half of them fit in."""
+    monkeypatch.setattr(piecewise, "BLOCK", 16)
+    rng = np.random.default_rng(comm.rank)
+    for pieces, dtype in ((1, "f4"), (2, "f4"), (5, "f8"), (6, "f4"), (14, "f4"), (16, "f4"), (31, "f2")):
+        sums = PieceSum(comm, 41, np.dtype(dtype), pieces)
+        sums.prepare()
+        for turn in range(6):
+            values, written = vectors(pieces, 41, dtype), 0
+            values[:: turn + 2] = 0
+            factors = 0.25 + np.arange(pieces) / 8
+            piece, stop = sums.mine.start, sums.mine.stop
+            while piece < stop:
+                row = sums.next_row()
+                assert row is None or row.dtype == sums.dtype
+                way = rng.integers(4)
+                if turn < 3:  # first all into rows, then the odd ones
+                    way = (0, 3, 1)[turn] if piece % 2 == 0 else 0
+                if way == 0 and row is not None:
+                    row[...] = values[piece]
+                    sums.add_row(factors[piece])
+                    written += 1
+                elif way == 1 and piece % 2 == 0 and piece + 1 < stop:
+                    two = values[piece : piece + 2].astype(sums.dtype)
+                    weighted = two * factors[piece : piece + 2, None].astype(sums.dtype)
+                    sums.add_node((piece, piece + 2), weighted[0] + weighted[1])
+                    piece += 1
+                elif way == 2:
+                    sums.add_all(values[piece : piece + 1].copy(), factors[piece])
+                else:
+                    zero = not values[piece].any() and turn % 2
+                    sums.add(None if zero else values[piece], factors[piece])
+                piece += 1
+            assert sums.next_row() is None
+            # The even ones, and the first one of a rank that begins with an odd one.
+            leaves = [i for i in sums.mine if i % 2 == 0 or i == sums.mine.start]
+            assert turn or len(leaves) - 2 <= written <= len(leaves)
+            if turn % 2:
+                sums.begin()
+            out = np.empty(41, dtype)
+            sums.finish(out)
+            work = values.astype(sums.dtype)
+            expected = serial(work * factors[:, None].astype(sums.dtype)).astype(dtype)
+            assert out.tobytes() == expected.tobytes(), (pieces, dtype, turn)
+        sums.close()
+
+
 @pytest.mark.ranks(1, 3, 4, 8)
 def test_dtypes_missing_pieces_and_votes(comm, ways):
     """float16 is rounded once; an empty piece is zero; every rank votes, with pieces or without."""

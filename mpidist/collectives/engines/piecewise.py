@@ -12,6 +12,11 @@ in the first rows of the buffer, where the schedules of ``fixed_tree`` expect th
 on one node, the buffers are in memory that the ranks share, and no message is sent
 (``fixed_tree.on_slots``). `add_all` adds several pieces in one call: first all pairs of pieces in
 the tree's lowest level at once, then all pairs of sums in the next level, and so on.
+
+Adding takes as long as memory is read and written, so `add` goes through a vector in blocks that
+stay in the cache: a block is weighted and then added to all rows that the tree joins. Half of the
+pieces join nothing yet. The caller may write such a piece into the memory where it will be added
+(`next_row`, `add_row`), and it is weighted when the next piece is added to it.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import numpy as np
 from ...arrays import array_module, copy_into, host_empty, mpi_direct, synchronize, work_dtype
 from ...errors import ConfigError, ProtocolError
 from ...events import emit
+from ...partition import pieces as blocks
 from ...runtime.agreement.mismatch import Signature
 from ...runtime.context import of, running
 from ...runtime.node_memory.arena import Segment
@@ -32,6 +38,9 @@ from .executor import Run, heading, hear_first
 from .node_barrier import SharedProgram, memory_of
 from .prepare_call import prepared
 from .programs import SlotSpace
+
+#: Elements that `add` adds at a time, which stay in the cache.
+BLOCK = 1 << 15
 
 
 class PieceSum:
@@ -68,6 +77,7 @@ class PieceSum:
         self.held = max(len(fixed_tree.partials(start, stop, pieces)), 1)
         self._stack: list = []
         self._next = start
+        self._weight: float | None = None  # of the newest row, if it is not multiplied yet
         self._staging: np.ndarray | None = None
         self._ahead: CachedPlan | None = None
         self._run: ProgramRun | None = None
@@ -131,10 +141,61 @@ class PieceSum:
         self._take(1)
         row = self.rows[len(self._stack)]
         if vector is None:
+            self._weigh()
             row[...] = 0
+        elif isinstance(row, np.ndarray):
+            self._add_in_blocks(vector, self.dtype.type(weight))
+            return
         else:
             array_module(row).multiply(vector, self.dtype.type(weight), out=row, dtype=self.dtype)
         self._join((self._next - 1, self._next))
+
+    def _add_in_blocks(self, vector, weight) -> None:
+        """Add ``weight * vector`` as the newest piece: the same operations as in `_join`."""
+        top = len(self._stack)
+        joins = fixed_tree.push(self._stack, (self._next - 1, self._next), self.pieces)
+        ahead, self._weight = self._weight, None
+        if not joins:
+            if ahead is not None:
+                self.rows[top - 1] *= ahead
+            np.multiply(vector, weight, out=self.rows[top], dtype=self.dtype)
+            return
+        scratch = np.empty(min(BLOCK, self.n), self.dtype)
+        rows = [self.rows[k] for k in range(top - 1, top - joins - 1, -1)]
+        for start, stop in blocks(0, self.n, BLOCK):
+            part = scratch[: stop - start]
+            np.multiply(vector[start:stop], weight, out=part, dtype=self.dtype)
+            block = rows[0][start:stop]
+            if ahead is not None:
+                block *= ahead
+            for row in rows[:-1]:
+                np.add(row[start:stop], part, out=part)
+            last = rows[-1][start:stop]
+            np.add(last, part, out=last)
+
+    def next_row(self) -> np.ndarray | None:
+        """Return memory for the next piece, which `add_row` then adds; None if there is none.
+
+        It is a row of the sum's own dtype. Until `add_row`, nothing else may be added.
+        """
+        if self._next == self.mine.stop or not isinstance(self.rows, np.ndarray):
+            return None
+        node = self._next, self._next + 1
+        joins = fixed_tree.push(list(self._stack), node, self.pieces)
+        return None if joins else self.rows[len(self._stack)]
+
+    def add_row(self, weight: float = 1.0) -> None:
+        """Add what the caller has written into `next_row`, times `weight`, as the next piece."""
+        self._take(1)
+        self._weigh()
+        fixed_tree.push(self._stack, (self._next - 1, self._next), self.pieces)
+        self._weight = self.dtype.type(weight)
+
+    def _weigh(self) -> None:
+        """Multiply the newest row by its weight, if that is not done yet."""
+        weight, self._weight = self._weight, None
+        if weight is not None:
+            self.rows[len(self._stack) - 1] *= weight
 
     def add_all(self, vectors, weight: float = 1.0) -> None:
         """Add each row of ``weight * vectors`` as one piece (summand), in the order of the rows.
@@ -143,6 +204,7 @@ class PieceSum:
         """
         first = self._next
         self._take(len(vectors))
+        self._weigh()
         xp = array_module(vectors)
         out = vectors if vectors.dtype == self.dtype else None
         values = xp.multiply(vectors, self.dtype.type(weight), out=out, dtype=self.dtype)
@@ -164,6 +226,7 @@ class PieceSum:
         caller may change `vector` after the call.
         """
         self._take(node[1] - node[0])
+        self._weigh()
         copy_into(self.rows[len(self._stack)], vector)
         self._join(node)
 
@@ -198,6 +261,7 @@ class PieceSum:
         and `finish` does all the work.
         """
         if self._ahead is not None:
+            self._weigh()
             with self.context.call("piece_sum"):
                 vector = self.rows[: self.held].reshape(-1)
                 self._run = ProgramRun(self.context, self._ahead, vector)
@@ -218,6 +282,7 @@ class PieceSum:
                 f"finish: {self._next - self.mine.start} of this rank's {len(self.mine)} pieces "
                 f"were added, and {len(votes)} of {self.votes} votes given"
             )
+        self._weigh()
         counted = self.rows[: self.held, self.n - self.votes :]
         counted[...] = 0
         for k, vote in enumerate(votes):

@@ -83,7 +83,16 @@ class Chunk:
                 cuts = parts_of_vector(names, sizes, vector.dtype.itemsize)
             for number, (start, stop, inside) in enumerate(cuts):
                 end = vector.size if number == 0 and k == 0 else stop
-                self.parts.append(SumPart(comm, vector[start:end], pieces, inside, in_order))
+                shapes = {name: self.gradients[name].shape for name in names if name in inside}
+                self.parts.append(SumPart(comm, vector[start:end], pieces, shapes, in_order))
+
+    def _aim(self) -> None:
+        """Choose where the layers write the gradients of the microbatch that is next in the sum."""
+        for k, part in enumerate(self.parts):
+            memory, views = part.aim()
+            self._written |= views
+            if k == 0 and memory is not part.vector:
+                memory[-2:] = part.vector[-2:]  # the loss
 
     def forward(self, microbatch: int, x, keep: bool):
         """Return the output for the input `x`; with `keep`, keep what `backward` needs."""
@@ -112,6 +121,7 @@ class Chunk:
         """
         tape, parameters = self._tapes.pop(microbatch), self.used_by(microbatch)
         del self._bytes[microbatch]
+        self._aim()
         last = 0 if self.first is None else self.first
         for i in range(len(self.layers) - 1, last - 1, -1):
             first = i == self.first
@@ -144,6 +154,7 @@ class Chunk:
     def backward_weights(self, microbatch: int, ready: Callable[[str], None] = _nothing) -> None:
         """Write the gradients of a microbatch. Called after `backward_input`."""
         del self._bytes[microbatch]
+        self._aim()
         for layer, saved, dy in self._later.pop(microbatch):
             if layer is None:
                 for name, gradient in saved.items():

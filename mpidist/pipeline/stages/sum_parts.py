@@ -12,6 +12,7 @@ each element is added in the same tree.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,17 +36,22 @@ class SumPart:
         This part of a chunk's vector of gradients.
     pieces : int
         The number of microbatches of all replicas.
-    names : set of str
-        The names of the gradients in `vector`.
+    shapes : dict of str to tuple
+        The shapes of the gradients in `vector`, in the order of memory.
     in_order : bool
         Whether the microbatches come in the order of their numbers.
     """
 
-    def __init__(self, comm, vector, pieces: int, names: set[str], in_order: bool):
-        self.vector, self.names, self._in_order = vector, names, in_order
+    def __init__(
+        self, comm, vector, pieces: int, shapes: dict[str, tuple[int, ...]], in_order: bool
+    ):  # fmt: skip
+        self.vector, self.names, self._in_order = vector, set(shapes), in_order
+        self._shapes = shapes
         self.sums = PieceSum(comm, vector.size, vector.dtype, pieces, like=vector)
         self._adding: Any = self.sums if in_order else AnyOrderSum(self.sums)
         self._left = len(self.sums.mine)
+        self._row: Any = None  # where the next microbatch is written, if it is not `vector`
+        self._views: dict[int, dict] = {}  # of memory for a microbatch, by its address
         # This is collective, so it is done here: later a replica may wait in a pass for others.
         self.sums.prepare()
 
@@ -54,8 +60,34 @@ class SumPart:
         """Whether this rank has added the gradients of all its microbatches."""
         return self._left == 0
 
+    def aim(self) -> tuple[Any, dict]:
+        """Return where to write the gradients of the next microbatch: a vector, and its views.
+
+        It is `vector`, or memory of the sum itself, which saves a copy. A view has one more axis in
+        front, with one entry.
+        """
+        fits = self._in_order and self.sums.dtype == self.vector.dtype
+        self._row = self.sums.next_row() if fits else None
+        memory = self.vector if self._row is None else self._row
+        key = memory.ctypes.data if self._row is not None else 0
+        if key not in self._views:
+            stop, views = 0, {}
+            for name, shape in self._shapes.items():
+                start, stop = stop, stop + math.prod(shape)
+                views[name] = memory[start:stop].reshape((1, *shape))
+            self._views[key] = views
+        return memory, self._views[key]
+
     def add(self, microbatch: int, weight: float | None) -> None:
-        """Add a microbatch's gradients times `weight`; None for a microbatch without samples."""
+        """Add a microbatch's gradients times `weight`; None for a microbatch without samples.
+
+        They are where `aim` has said, or in `vector` if it was not called for this microbatch.
+        """
+        row, self._row = self._row, None
+        if row is not None and weight is not None:
+            self.sums.add_row(weight)
+            self._left -= 1
+            return
         number = () if self._in_order else (microbatch,)
         vector, factor = (None, 1.0) if weight is None else (self.vector, weight)
         self._adding.add(*number, vector, factor)
