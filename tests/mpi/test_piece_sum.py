@@ -78,7 +78,8 @@ def test_pieces_written_into_the_sums_memory_have_the_same_bits(comm, ways, monk
     """Mixed with all other ways to add, in blocks that do not divide n; half of them fit in."""
     monkeypatch.setattr(piecewise, "BLOCK", 16)
     rng = np.random.default_rng(comm.rank)
-    for pieces, dtype in ((1, "f4"), (2, "f4"), (5, "f8"), (6, "f4"), (14, "f4"), (16, "f4"), (31, "f2")):
+    cases = (1, "f4"), (2, "f4"), (5, "f8"), (6, "f4"), (14, "f4"), (16, "f4"), (31, "f2")
+    for pieces, dtype in cases:
         sums = PieceSum(comm, 41, np.dtype(dtype), pieces)
         sums.prepare()
         for turn in range(6):
