@@ -100,7 +100,7 @@ def test_a_network_falls_apart(openmpi, programs, tmp_path):
 
 @pytest.mark.network
 def test_a_link_is_away_for_some_seconds(net, openmpi, programs, tmp_path):
-    """R45: TCP brings what was lost; sums, saves and pushes go on with the right bits."""
+    """R45, R157: TCP brings what was lost; sums, saves and pushes go on with the right bits."""
     jobs, ulfm = {}, ["--with-ft", "ulfm"]
     for kind, options in (("allreduce", ulfm), ("save", ulfm), ("push", ())):
         folder = tmp_path / kind

@@ -64,7 +64,7 @@ def check(folder, undisturbed, workers, restarts):
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--elastic",), marks=with_ulfm)])
 def test_more_ranks_twice(tmp_path, undisturbed, options):
-    """Two requests at once are one; a later one follows."""
+    """R49: two requests at once are one; a later one follows."""
     fault = "sleep@step,ms=100,attempt=0;sleep@step,ms=300,attempt=1"
     job = begin(tmp_path, *options, fault=fault)
     made = tmp_path / "control" / "attempt-1" / heartbeat.READY
