@@ -1,5 +1,7 @@
 """Rows on a server without MPI: sums of equal rows, lazy updates of a shard, policies."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -125,6 +127,25 @@ def test_unknown_policies_are_refused(given, text):
     with pytest.raises(ConfigError, match=text) as error:
         parse_model(Request("m", {"e": ((3, 2), "f4")}, None, BSP(), **given))
     assert "\n" not in str(error.value)
+
+
+def test_many_servers():
+    """Thousands of servers take no time, with dealt rows or without, and equal shares or not."""
+    specs, count = {"e": ((100_003, 4), "f4"), "b": ((5,), "f8")}, 4096
+    for servers in (count, [1 + k % 7 for k in range(count)]):
+        for spread in ("ranges", "rows"):
+            start = time.process_time()
+            layout = place_tensors(specs, servers, {"e": RowPolicy("dense", spread)})
+            turns = layout.tensors[1].dealt
+            assert bool(turns) == (spread == "rows")
+            if turns:
+                order = dealt_order(100_003, turns)
+                places = dealt_places(np.arange(100_003), 100_003, turns)
+                assert (order[places] == np.arange(100_003)).all()
+            assert time.process_time() - start < 0.15  # what is counted server by server takes 0.6
+            held = sum(stop - start for each in layout.pieces for _, start, stop in each)
+            assert held == 5 + 4 * 100_003
+            assert len(layout.pieces) == count
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3, 7])

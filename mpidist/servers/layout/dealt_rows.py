@@ -55,11 +55,11 @@ def dealt_to(server: int, count: int, turns: Turns) -> np.ndarray:
 def first_rows(count: int, turns: Turns) -> list[int]:
     """Return where, in dealt order, the rows of each server begin, and the end."""
     periods, more = divmod(count, len(turns))
-    starts = [0]
-    for server in range(max(turns) + 1):
-        here = periods * turns.count(server) + turns[:more].count(server)
-        starts.append(starts[-1] + here)
-    return starts
+    number = max(turns) + 1
+    each, last = (
+        np.bincount(np.array(part, np.int64), minlength=number) for part in (turns, turns[:more])
+    )
+    return [0, *np.cumsum(periods * each + last).tolist()]
 
 
 def dealt_places(rows: np.ndarray, count: int, turns: Turns) -> np.ndarray:
@@ -72,11 +72,14 @@ def dealt_places(rows: np.ndarray, count: int, turns: Turns) -> np.ndarray:
 @lru_cache(maxsize=64)
 def _turn_places(count: int, turns: Turns) -> tuple[np.ndarray, np.ndarray]:
     """Return for each turn the place of its first row, and how many turns its server has."""
-    starts = first_rows(count, turns)
-    first = [starts[server] + turns[:k].count(server) for k, server in enumerate(turns)]
-    return np.array(first), np.array([turns.count(server) for server in turns])
+    servers = np.array(turns)
+    each = np.bincount(servers)
+    order = np.argsort(servers, kind="stable")
+    earlier = np.empty(len(turns), np.int64)  # turns of the same server before each turn
+    earlier[order] = np.arange(len(turns)) - np.repeat(np.cumsum(each) - each, each)
+    return np.array(first_rows(count, turns))[servers] + earlier, each[servers]
 
 
 def dealt_order(count: int, turns: Turns) -> np.ndarray:
     """Return the rows of a table in dealt order."""
-    return np.concatenate([dealt_to(server, count, turns) for server in range(max(turns) + 1)])
+    return np.argsort(np.resize(np.array(turns), count), kind="stable")

@@ -137,10 +137,12 @@ def place_tensors(
         Name to `RowPolicy`.
     """
     shares = [1.0] * servers if isinstance(servers, int) else list(servers)
-    shares = [share / sum(shares) for share in shares]
+    whole = sum(shares)
+    shares = [share / whole for share in shares]
     holding = sum(share > 0 for share in shares)
-    turns = turns_of(shares)
     chosen = {name: RowPolicy() for name in sorted(specs)} | dict(policies or {})
+    dealt = any(_is_dealt(chosen[name], shape) for name, (shape, _) in specs.items())
+    turns = turns_of(shares) if dealt else ()
     plain = [
         Tensor(
             name,
