@@ -26,7 +26,7 @@ from .rows.table_updates import check_update
 from .rows.unused_rows import open_bytes
 from .server import Hosted, Server
 from .shards import ServerShard, state_copies
-from .wire.node_share import NodeShare, node_ranks, share_memory
+from .wire.node_share import NodeShare, Transport, node_ranks, share_memory
 from .wire.wire_pieces import WINDOW, piece_limit
 
 
@@ -101,7 +101,9 @@ def host_model(
     if asked.kept is None:
         here = node_ranks(group.comm, servers, workers)
         share, why = share_memory(here, layout, 1 << 62 if on_gpu else piece, link.wait)
-        group.transports[asked.name] = "shared memory" if share is not None else f"messages: {why}"
+        group.transports[asked.name] = Transport("", *ClientModes(asked, group.votes).why).anew(
+            group.comm.rank, share, why
+        )
         link.doors = link.doors or share
     memory = {} if share is None or server is None else share.parameters(link.comm.rank)
 

@@ -337,13 +337,15 @@ class Client:
             self._link, self._servers, model, self._names, pieces, self.modes, share, first
         )
 
-    def use_layout(self, layout: ServerLayout, servers: list[int], piece_bytes: int) -> None:
+    def use_layout(
+        self, layout: ServerLayout, servers: list[int], piece_bytes: int, share: NodeShare | None
+    ) -> None:
         """Ask the servers of another layout from now on, between two clocks."""
         self.layout, self._servers, before = layout, servers, self.requests
         self._bound = None
         if self._cache is not None:
             self._cache.use_layout(layout)
-        self.requests = self._requests(before.model, piece_bytes, None)
+        self.requests = self._requests(before.model, piece_bytes, share)
         self.requests.go_on_from(before)
         self.versions = self.requests.versions
 

@@ -40,6 +40,7 @@ from .rows.cache_policy import RowCache
 from .rows.open_rows import OpenRows
 from .rows.table_updates import chosen_update
 from .server import Hosted, Server
+from .wire.node_share import Transport
 
 
 class ServerGroup(OnlineShares):
@@ -97,7 +98,7 @@ class ServerGroup(OnlineShares):
         # `Split` blocks, but no rank waits long, because all ranks have just agreed on this call.
         split = comm.Split(0 if self.is_worker else MPI.UNDEFINED)
         self.workers = None if split == MPI.COMM_NULL else split
-        self.transports: dict[str, str] = {}
+        self.transports: dict[str, Transport] = {}
         atexit.register(self._left_open)
         if self.is_server:
             self._server = Server(
@@ -374,7 +375,7 @@ class ServerGroup(OnlineShares):
             "server": None if self._server is None else self._server.facts(),
             "clients": {client.name: client.stats for client in self._clients},
             "waits": dict(self.link.waits),
-            "transport": dict(self.transports),
+            "transport": {name: each.text for name, each in self.transports.items()},
         }
 
     # -- the end -----------------------------------------------------------------------

@@ -49,8 +49,9 @@ SERVED = [f"serve {name}" for name in NAMES]
 
 ALL = -1  # a selection of this length means all that the server holds
 # The same, and the data are sent in pieces of their own, see the room `wire`. Of a push: the server
-# takes it as a whole, or updates and answers each piece at once.
-PIECES, STREAM = -2, -3
+# takes it as a whole, or updates and answers each piece at once. MEMORY: the selection has the
+# addresses of the gradients in the worker's memory, see `memory_push`.
+PIECES, STREAM, MEMORY = -2, -3, -4
 
 # Messages to servers and to workers have different tags, because a rank that is both worker and
 # server sends messages to itself.
@@ -75,7 +76,7 @@ class Header(NamedTuple):
     model: int = 0
     clock: int = 0
     total: int = HEADER_BYTES  # bytes of the whole message
-    push_words: int = 0  # int64 words of the push selection, or ALL, PIECES or STREAM
+    push_words: int = 0  # int64 words of the push selection, or ALL, PIECES, ...
     pull_words: int = 0  # int64 words of the pull selection, or ALL, or PIECES
     samples: int = -1  # request: samples of the push; -1 if the worker gave no number
     version: int = 0  # reply: updates that this server has applied
@@ -121,7 +122,7 @@ def read_header(buffer: np.ndarray, nbytes: int, rank: int) -> Header:
         )
     header = tuple.__new__(Header, numbers[2:])  # takes half of the time of `Header`
     words = header.push_words
-    if header.total < nbytes or words < STREAM or header.pull_words < STREAM:
+    if header.total < nbytes or words < MEMORY or header.pull_words < MEMORY:
         raise ProtocolError(f"parameter server: damaged header from rank {rank}: {header}")
     return header
 

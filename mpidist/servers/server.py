@@ -29,7 +29,7 @@ from .consistency import Action, Apply, Do, Drop
 from .deadlock import who_waits
 from .decisions import Decisions
 from .layout.capacity import ROOM_BYTES
-from .layout.routing import data_bytes, decode_parts, views
+from .layout.routing import data_bytes, views
 from .link import Link
 from .modes.global_norm import GlobalNorms
 from .modes.hosted_model import Hosted, Pull, Push
@@ -39,7 +39,6 @@ from .replicas.shard_copies import ShardCopies
 from .rows.unused_rows import drop_rows
 from .votes import Votes
 from .wire.node_doors import ServerDoors
-from .wire.server_stream import PushStream
 
 _LOOK_SECONDS = 0.25
 
@@ -212,14 +211,14 @@ class Server:
             model.changes.hear(worker, message[HEADER_BYTES:].tobytes(), self.workers)
             self.run(model, model.changes.due())
             return False
-        push_parts, words_at = self._selection(model, message, HEADER_BYTES, header.push_words)
-        pull_parts, data_at = self._selection(model, message, words_at, header.pull_words)
+        push_parts, words_at = model.parts_of(message, HEADER_BYTES, header.push_words)
+        pull_parts, data_at = model.parts_of(message, words_at, header.pull_words)
         self.load.count(header, model.whole, push_parts, pull_parts)
         streamed = header.push_words == protocol.STREAM
         if header.flags & protocol.PUSH:
             parts: Any
-            if streamed:
-                parts = self._receive_pieces(model, worker, header)
+            if streamed or header.push_words == protocol.MEMORY:
+                parts = model.push_elsewhere(self.link, worker, rank, header, message)
             elif push_parts is model.whole.parts:
                 parts = model.whole.kept_views(message, data_at)
             else:
@@ -261,16 +260,6 @@ class Server:
             self.link.on_note(rank, (header.note0, header.note1))
         return operation
 
-    def _selection(self, model: Hosted, message, at: int, words: int) -> tuple[list, int]:
-        """Return the tensor parts that a message lists from byte `at` on, and the list's end."""
-        layout = model.shard.layout
-        if words in (protocol.ALL, protocol.PIECES):
-            return model.whole.parts, at
-        if words == protocol.STREAM:
-            return [], at
-        stop = at + 8 * words
-        return decode_parts(message[at:stop].view(np.int64), layout, self.index), stop
-
     # -- updates and answers ---------------------------------------------------------------
 
     def run(self, model: Hosted, actions: Sequence[Action]) -> None:
@@ -294,24 +283,10 @@ class Server:
             self.copies.apply(number, clocks)
             self.copies.forget(number)
 
-    def _receive_pieces(self, model: Hosted, worker: int, header: Header) -> PushStream:
-        """Begin to receive a push in pieces, of which the gate is told at once.
-
-        No worker has an answer, and nothing is updated, before all have sent such a message.
-        """
-        whole = protocol.PUSH | protocol.CLOCK | protocol.PULL
-        mode = model.gate.mode_at(header.clock)
-        if header.flags != whole or not mode.streams or self.votes is not None:
-            raise ProtocolError(
-                f"parameter server {self.index}: worker {worker} sends {model.name!r} in pieces, "
-                f"which {mode} does not allow here"
-            )
-        return model.due.receive(self.link, self.workers[worker])
-
     def _carry_out(self, model: Hosted, actions: Sequence[Action]) -> bool:
         """Carry out actions, after those that are due; return whether anything was done."""
         done = 0
-        due = model.due.ready(actions, model.shares) if model.due.in_pieces else actions
+        due = model.due.ready(actions, model.weighed) if model.due.in_pieces else actions
         for done, action in enumerate(due, 1):  # noqa: B007
             if isinstance(action, Drop):
                 model.drop(action, self.workers)
@@ -334,6 +309,10 @@ class Server:
                     self._write(*answer)
                 elif self.copies is None or not self.copies.answered_later(model, answer):
                     self._answers.append(answer)
+                if action.item.pieces == protocol.STREAM:
+                    # The worker copies this version now, so the header is that of this version.
+                    self._answers.rotate(1)
+                    self.link.send(*self._next_answer(), TO_WORKER)
         return bool(done)
 
     def _bytes_to_send(self) -> int:
@@ -371,7 +350,7 @@ class Server:
                 view[...] = shard.values(part)
         else:
             shard.read(pull.parts, buffer, HEADER_BYTES)
-        model.keep(worker, pull.parts)
+        model.keep(worker, model.whole.parts if pull.pieces else pull.parts)
         pull.operation[OPEN] = False
         return buffer, total, self.workers[worker]
 

@@ -150,9 +150,16 @@ class ServerShard:
     def divide_anew(self, layout: ServerLayout) -> None:
         """Use another layout, whose pieces are in `parameters` and `state` under their new keys."""
         self._place(layout)
-        self._memory = {}  # messages are sent from now on
+        self._memory = {}  # see `use_memory`
         self.parameters = {key: self.parameters[key] for key in self._keys.values()}
         self.use(self.optimizer)
+
+    def use_memory(self, memory: Mapping[int, np.ndarray]) -> None:
+        """Keep the parameters of some tensors in other arrays, by number, from now on."""
+        for tensor, array in memory.items():
+            array[...] = self.parameters[self._keys[tensor]]
+            self.parameters[self._keys[tensor]] = array
+        self._memory = dict(memory)
 
     def use(self, optimizer) -> None:
         """Use `optimizer` from now on; its state must have the form of the present state."""
@@ -225,11 +232,10 @@ class ServerShard:
             The weight of the update: a factor of the learning rate if the optimizer takes a weight,
             otherwise a factor of the gradients.
         """
+        pushes, weight = self.weighed(pushes, weight)
         pushes = [push for push in pushes if push[0]]
-        if not pushes or not weight:
+        if not pushes:
             return None
-        if not self._weighs:
-            pushes, weight = [(share * weight, parts) for share, parts in pushes], 1.0
         if len(pushes) == 1:
             share, parts = pushes[0]
             if share == 1 and (again := gradients_again(parts)) is not None:
@@ -241,6 +247,12 @@ class ServerShard:
                 return kept_with(parts, found), weight
         self._sum = same_again(self._sum, self._summed(pushes))
         return self._sum, weight
+
+    def weighed(self, pushes: Sequence, weight: float) -> tuple[Sequence, float]:
+        """Return pushes with their shares, and what the optimizer itself takes as weight."""
+        if weight == 0 or not self._weighs:
+            return [(share * weight, parts) for share, parts in pushes], 1.0
+        return pushes, weight
 
     def update(self, gradients: Mapping[str, Any], weight: float) -> None:
         """Let the optimizer make one update of the parameters that have gradients."""
@@ -291,10 +303,10 @@ class ServerShard:
         return list(state_leaves(self.state))
 
     def update_part(
-        self, gradients: Mapping[str, np.ndarray], state: dict, parameters: dict[str, np.ndarray]
+        self, gradients: Mapping, state: dict, parameters: dict[str, np.ndarray], weight: float
     ) -> None:
         """Let the optimizer update parts of arrays, with the parts of its state."""
-        extra = {"weight": 1.0} if self._weighs else {}
+        extra = {"weight": weight} if self._weighs else {}
         self.optimizer.update(gradients, state, parameters, **extra)
 
     def _is_gradient(self, share: float, parts) -> bool:

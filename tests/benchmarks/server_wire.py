@@ -1,14 +1,18 @@
 """Compare `push_pull` with the wire: raw mpi4py in one node, and plain TCP on shaped networks.
 
     mpirun -n 2 python -m benchmarks.server_wire node [--mode asp]      1 worker and 1 server
+    mpirun -n 3 python -m benchmarks.server_wire sharing --mode asp     2 workers and 1 server
     mpirun -n 9 python -m benchmarks.server_wire memory                 8 workers and 1 server
     python -m benchmarks.server_wire net [--layouts 4+4,2+2,3+1auto]    needs root, calls mpirun
 
 `node` alternates a push_pull with the same exchange by hand: one message each way, and the same
 update. `net` compares with a plain TCP stream of as many bytes as each host sends in a push_pull,
 and with `md.allreduce` on as many hosts as there are workers. "3+1auto" has BytePS's shares: the
-workers serve, too. `memory` measures how far the
-resident memory of a server and of a worker grows.
+workers serve, too. `sharing` alternates shared memory and messages, with one server. `memory`
+measures how far the memory of a server and of a worker grows, after a small model has been trained,
+so that modules and connections do not count: the peak of what is resident (RSS), in which the
+server's parameters count in each process that reads them, and, between two steps, the proportional
+share (PSS), in which each page counts once on the node.
 """
 
 from __future__ import annotations
@@ -99,39 +103,96 @@ def node(args) -> None:
             )
 
 
-def memory(args) -> None:
-    """All ranks but the last work: how far resident memory grows, over the bytes of the model."""
+def sharing(args) -> None:
+    """All ranks but the last work: push_pull through shared memory over push_pull in messages."""
     from mpi4py import MPI
 
     import mpidist as md
+    from mpidist.servers.wire import node_share
 
-    def resident(kind: str) -> int:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(kind):
-                return int(line.split()[1]) << 10
-        return 0
+    comm, mode = MPI.COMM_WORLD, _mode(args)
+    for nbytes in args.sizes:
+        model = {"m": np.zeros(nbytes // 4, "f4")}
+        grads, times = {"m": np.full(nbytes // 4, 1e-3, "f4")}, {True: [], False: []}
+        for node_share.enabled in [True, False] * args.rounds:
+            with md.ServerGroup(comm, servers=1) as group:
+                sgd = md.optim.sgd(0.1)
+                client = group.add("m", model, optimizer=sgd, consistency=mode)
+                if client is None:
+                    group.serve()
+                    continue
+                for k in range(12):
+                    start = time.perf_counter()
+                    client.push_pull(grads, out=model)
+                    if k > 1:
+                        times[node_share.enabled].append(1e3 * (time.perf_counter() - start))
+        node_share.enabled = True
+        every = comm.gather(times)
+        if comm.rank == 0:
+            shared, sent = (
+                statistics.median([t for one in every for t in one[kind]]) for kind in (True, False)
+            )
+            print(
+                f"{nbytes / _MIB:g} MiB {args.mode}, {comm.size - 1} workers: shared memory "
+                f"{shared:.2f} ms, messages {sent:.2f} ms, ratio {shared / sent:.2f}; "
+                f"load {_load()}",
+                flush=True,
+            )
 
-    comm, nbytes, mode = MPI.COMM_WORLD, args.sizes[-1], _mode(args)
-    model = {"w": ((nbytes // 4,), "f4")}
-    comm.Barrier()
-    before = resident("VmRSS")
-    mine = 0
+
+def _train(comm, nbytes: int, mode, steps: int) -> tuple[int, int]:
+    """Train a model of `nbytes`; return the bytes of this rank, and the largest PSS."""
+    import mpidist as md
+
+    mine = most = 0
     with md.ServerGroup(comm, servers=1) as group:
-        client = group.add("m", model, optimizer=md.optim.sgd(0.1), consistency=mode)
+        sgd, spec = md.optim.sgd(0.1), {"w": ((nbytes // 4,), "f4")}
+        client = group.add("m", spec, optimizer=sgd, consistency=mode)
         if client is not None:
-            out = {"w": np.zeros(nbytes // 4, "f4")}
-            out["w"][:] = 1
+            out = {"w": np.ones(nbytes // 4, "f4")}
             grads = {"w": np.full(nbytes // 4, 1e-3, "f4")}
             mine = 2 * nbytes
             client.pull(out=out)
-            for _ in range(3):
+            for _ in range(steps):
                 client.push_pull(grads, out=out)
-    grown = (resident("VmHWM") - before - mine) / nbytes
+                most = max(most, _memory("smaps_rollup", "Pss:"))
+            group.barrier()
+        else:
+            group.serve()
+            most = _memory("smaps_rollup", "Pss:")
+    return mine, most
+
+
+def _memory(file: str, kind: str) -> int:
+    for line in Path("/proc/self", file).read_text().splitlines():
+        if line.startswith(kind):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def memory(args) -> None:
+    """All ranks but the last work: how far memory grows, over the bytes of the model."""
+    from mpi4py import MPI
+
+    from mpidist.servers.wire import node_share
+
+    node_share.enabled = not args.no_sharing
+    comm, nbytes, mode = MPI.COMM_WORLD, args.sizes[-1], _mode(args)
+    _train(comm, _MIB, mode, 3)
+    comm.Barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, shares = _memory("status", "VmHWM"), _memory("smaps_rollup", "Pss:")
+    mine, most = _train(comm, nbytes, mode, 3)
+    grown = (_memory("status", "VmHWM") - before - mine) / nbytes, (most - shares - mine) / nbytes
     every = comm.gather(grown)
     if comm.rank == 0:
+        (*workers, server), kinds = every, ("RSS", "PSS")
+        worker = " and ".join(
+            f"{max(one[k] for one in workers):.2f} ({kind})" for k, kind in enumerate(kinds)
+        )
         print(
-            f"{nbytes} B {args.mode}, {comm.size - 1} workers: server {every[-1]:.2f} models, "
-            f"worker's extra {max(every[:-1]):.2f}",
+            f"{nbytes} B {args.mode}, {comm.size - 1} workers, over the model: server "
+            f"{server[0]:.2f} (RSS) and {server[1]:.2f} (PSS), worker's extra {worker}",
             flush=True,
         )
 
@@ -228,19 +289,23 @@ def net(args) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("case", choices=("node", "memory", "job", "net"))
+    parser.add_argument("case", choices=("node", "sharing", "memory", "job", "net"))
     parser.add_argument("--sizes", type=lambda s: [int(n) for n in s.split(",")])
     parser.add_argument("--layouts", type=lambda s: s.split(","), default=["4+4", "2+2"])
     parser.add_argument("--mode", choices=("bsp", "asp", "ssp", "backup"), default="bsp")
     parser.add_argument("--rate", default="200mbit")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-sharing", action="store_true", help="node: send messages")
+    parser.add_argument("--no-sharing", action="store_true", help="node, memory: send messages")
     parser.add_argument("--json")
     parser.add_argument("--options", type=str.split, default=[])
     args = parser.parse_args()
-    usual = {"node": [1 << 10, 64 << 10, _MIB, 16 * _MIB, 64 * _MIB], "memory": [64 * _MIB]}
+    usual = {
+        "node": [1 << 10, 64 << 10, _MIB, 16 * _MIB, 64 * _MIB],
+        "memory": [64 * _MIB],
+        "sharing": [16 * _MIB, 64 * _MIB],
+    }
     args.sizes = args.sizes or usual.get(args.case, [8 * _MIB])
-    {"node": node, "memory": memory, "job": job, "net": net}[args.case](args)
+    {"node": node, "sharing": sharing, "memory": memory, "job": job, "net": net}[args.case](args)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import os
 import time
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -9,14 +10,17 @@ import pytest
 
 import mpidist as md
 from mpidist.errors import ConfigError
-from mpidist.servers.consistency import Apply
+from mpidist.runtime.context import of
+from mpidist.runtime.node_memory.cross_memory import CrossMemory
+from mpidist.runtime.topology import topology_of
 from mpidist.servers.layout.placement import place_tensors
-from mpidist.servers.modes.hosted_model import Push
-from mpidist.servers.shards import ServerShard
-from mpidist.servers.wire import node_share
-from mpidist.servers.wire.due_actions import DueActions
+from mpidist.servers.layout.routing import WholeShard
+from mpidist.servers.link import Link
+from mpidist.servers.pieces.memory_push import MemoryPush, addresses_of
+from mpidist.servers.wire import node_share, node_stream
 from mpidist.servers.wire.node_share import NodePair
-from mpidist.servers.wire.node_stream import COPIED, NodeClientStream
+from mpidist.servers.wire.node_stream import COPIED, READY, SENDS, NodeClientStream, NodeReaders
+from mpidist.servers.wire.wire_pieces import cut_shard
 
 
 @pytest.fixture
@@ -149,37 +153,40 @@ def test_no_file_and_models_that_come_and_go(comm):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("size", [5, 200_000])
-def test_after_other_shares(comm, size):
-    """Then messages are sent; a model that comes later is shared again."""
+@pytest.mark.parametrize("mode", [md.BSP(), md.ASP()], ids=str)
+def test_after_other_shares(comm, size, mode):
+    """The memory is shared again by other servers, a worker that begins to serve among them."""
+    changes = ({"weights": [1, 3]}, {"servers": [1, 2, 3]}, {"servers": [2]})
+    given = {"optimizer": md.optim.sgd(1.0), "consistency": mode}
 
     def another(_tag=None):
-        return group.add("b", {"x": np.zeros(4)}, optimizer=md.optim.sgd(1.0))
+        return group.add("b", {"x": np.zeros(size)}, **given)
 
     with md.ServerGroup(comm, servers=2) as group:
-        client = group.add("a", {"x": np.zeros(size)}, optimizer=md.optim.sgd(1.0))
+        client = group.add("a", {"x": np.zeros(size)}, **given)
         if client is None:
             group.serve(on_pause=another)
         else:
-            out, gradients = {"x": np.zeros(size)}, {"x": np.ones(size)}
-            for weights in (None, [1, 3]):
-                if weights:
-                    group.repartition(weights=weights)
-                for _ in range(3):
-                    client.push_pull(gradients, out=out)
-            assert (out["x"] == -6).all()
-            before = client.stats["shared_bytes"]
-            client.push_pull(gradients, out=out)
-            assert client.stats["shared_bytes"] == before > 0
-            group.pause("add")
-            client = another()
-            out, gradients = {"x": np.zeros(4)}, {"x": np.ones(4)}
-            for _ in range(3):
-                client.push_pull(gradients, out=out)
-            assert (out["x"] == -3).all()
-            assert client.stats["shared_bytes"] > before
+            clients, gradients = [client], {"x": np.ones(size)}
+            for number, change in enumerate((None, *changes)):
+                if change:
+                    group.repartition(**change)
+                if number == 2:
+                    group.pause("add")
+                    clients.append(another())
+                for one in clients:
+                    out = {"x": np.zeros(size)}
+                    for _ in range(3):
+                        before = one.stats
+                        one.push_pull(gradients, out=out)
+                    count = client.stats["shared_bytes"] - before["shared_bytes"]
+                    assert count >= 8 * size
+                    assert client.stats["bytes_sent"] - before["bytes_sent"] < 1000
+            group.barrier()
+            for one, steps in zip(clients, (12, 6), strict=True):
+                assert (one.pull()["x"] == -steps).all()
     for rank in group.report()["ranks"]:
-        why = "messages: the servers have changed"
-        assert rank["transport"] == {"a": why, "b": "shared memory"}
+        assert rank["transport"] == {"a": "shared memory", "b": "shared memory"}
 
 
 @pytest.mark.ranks(3)
@@ -189,7 +196,7 @@ def test_a_slow_reader_sees_one_version(comm, monkeypatch):
 
     def slowly(self, number):
         time.sleep(0.03)
-        take(self, number)
+        return take(self, number)
 
     with md.ServerGroup(comm, servers=1) as group:
         client = group.add("m", {"x": np.zeros(size)}, optimizer=md.optim.sgd(1.0))
@@ -209,16 +216,177 @@ def test_a_slow_reader_sees_one_version(comm, monkeypatch):
         assert (client.pull()["x"] == 6).all()
 
 
-@pytest.mark.ranks(1)
-def test_an_update_waits_for_readers(comm):
-    """It is due only when each worker has copied all pieces that it may copy."""
-    shard = ServerShard(place_tensors({"x": ((4,), "f8")}, 1), 0, md.optim.sgd(1.0), {}, 0)
+class Counting:
+    """An optimizer that updates in pieces would confuse."""
+
+    elementwise, updates = True, 0
+
+    def init(self, parameters):
+        return {}
+
+    def update(self, gradients, state, parameters):
+        self.updates += 1
+        for name, gradient in gradients.items():
+            parameters[name] -= gradient / self.updates
+
+
+def refuse(*_args):
+    raise ConfigError("ranks of this node cannot reach each other: forbidden")
+
+
+#: How a large model is added, and why its pushes are messages outside BSP.
+LARGE = {
+    "sgd": ({}, ""),
+    "adam": ({"optimizer": md.optim.adam(0.1)}, ""),
+    "dropped": ({"stale": md.DropStale(beyond=0), "global_batch": 6}, ""),
+    "clip": ({"clip_norm": 50.0}, "clip_norm needs whole gradients"),
+    "own": ({"optimizer": Counting()}, "optimizer Counting updates whole tensors"),
+    "delay": ({"stale": md.DelayCompensated(0.1)}, "DelayCompensated(lam=0.1)"),
+    "forbidden": ({}, "ranks of this node cannot reach each other: forbidden"),
+}
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("kind", LARGE)
+def test_large_models_outside_bsp(comm, kind, monkeypatch):
+    """The bits are those of messages; where it is possible, pushes are read where they are."""
+    more, why = LARGE[kind]
+    model, found = {"x": (100_003,), "y": (3, 2), "z": (40, 1000)}, []
+    if kind == "forbidden":
+        monkeypatch.setattr(node_share, "CrossMemory", refuse)
+    for sharing in (True, False):
+        monkeypatch.setattr(node_share, "enabled", sharing)
+        # One worker only, so that the order of pushes is always the same.
+        with md.ServerGroup(comm, servers=comm.size - 1) as group:
+            given = {"optimizer": md.optim.sgd(0.1), "consistency": md.ASP(), **deepcopy(more)}
+            specs = {name: (shape, "f4" if name == "z" else "f8") for name, shape in model.items()}
+            client = group.add("m", specs, **given)
+            if client is not None:
+                rng, seen = np.random.default_rng(0), []
+                out = {name: np.zeros(*spec) for name, spec in specs.items()}
+                for step in range(6):
+                    grads = {
+                        n: rng.standard_normal(x.shape).astype(x.dtype) for n, x in out.items()
+                    }
+                    results = client.push_pull(
+                        grads, out=[grads, None, out][step % 3], samples=[3, 0, 5][step % 3]
+                    )
+                    seen += [results[name].tobytes() for name in model]
+                seen.append(client.push_pull(grads, what="y", samples=1)["y"].tobytes())
+                client.push(grads, samples=1)
+                client.clock()
+                seen += [x.tobytes() for x in client.pull().values()]
+                found.append((seen, client.stats["bytes_sent"], client.dropped))
+        (transport,) = {rank["transport"]["m"] for rank in group.report()["ranks"]}
+        if not sharing:
+            assert transport == "messages: switched off"
+        else:
+            start = "shared memory" + "; pushes " * bool(why)
+            assert transport.startswith(start)
+            assert transport.endswith(why)
+    if found:
+        (shared, fewer, _), (plain, sent, _) = found
+        assert shared == plain
+        size = 8 * 100_009 + 4 * 40_000
+        # The push alone, and the push to servers of which nothing was pulled, are messages.
+        assert fewer < 2.1 * size if not why else fewer > 8 * size
+        assert sent > 8 * size
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    "mode", [md.ASP(), md.SSP(0), md.SSP(1), md.DSSP(1, 3), md.BackupWorkers(1)], ids=str
+)
+@pytest.mark.parametrize("placement", ["dedicated", "colocated"])
+def test_large_models_of_several_workers(comm, mode, placement):
+    """All pushes count once, and each worker gets parameters of one version."""
+    size, steps = 150_000, 12
+    with md.ServerGroup(comm, servers=2, placement=placement) as group:
+        sgd = md.optim.sgd(1.0)
+        client = group.add("m", {"x": np.zeros(size)}, optimizer=sgd, consistency=mode)
+        if client is None:
+            return
+        workers = group.workers.size
+        gradients, out = {"x": np.full(size, -float(workers))}, {"x": np.zeros(size)}
+        for step in range(steps):
+            if step == 6 and not isinstance(mode, md.BackupWorkers):
+                client.consistency = md.ASP() if step == 6 and mode != md.ASP() else md.SSP(2)
+            client.push_pull(gradients, out=out)
+            for half in np.split(out["x"], 2):
+                assert half.min() == half.max()
+            time.sleep(0.002 * (comm.rank == step % 3))
+        group.barrier()
+        final = client.pull()["x"]
+        assert (final == steps * workers).all() or isinstance(mode, md.BackupWorkers)
+
+
+def lines_of_a_pair():
     lines = [memoryview(np.zeros(64, np.uint8)).cast("q") for _ in range(2)]
-    due = DueActions(shard, 8)
-    due._readers.add(0, NodePair(lines[0], lines[1], None, None, [], {}), 3)
-    push = Apply(0, ((0, Push(None, [], 1, 0)),))
+    return NodePair(lines[0], lines[1], None, None, [], {})
+
+
+@pytest.mark.ranks(1)
+def test_an_update_waits_for_readers(comm, monkeypatch):
+    """As long as they go on; then the others get the rest of this version, once, in messages."""
+    begun, link = [], object()
+
+    class Pulls:
+        def begin(self, *what):
+            begun.append(what)
+
+    monkeypatch.setattr(node_stream, "PATIENCE", 0.02)
+    readers, pairs = NodeReaders(3), [lines_of_a_pair() for _ in range(2)]
+    assert readers.leave_memory(link, Pulls())
+    for rank, pair in enumerate(pairs):
+        readers.add(rank, pair, 3, 1)
+    assert pairs[0].answered[READY] == 1
     for copied in range(3):
-        lines[0][COPIED] = copied
-        assert list(due.ready([push] if not copied else [], lambda _: [])) == []
-    lines[0][COPIED] = 3
-    assert list(due.ready([], lambda _: [])) == [push]
+        pairs[1].rung[COPIED] = copied
+        time.sleep(0.015)  # all in all longer than `PATIENCE`
+        assert not readers.leave_memory(link, Pulls())
+    pairs[1].rung[COPIED], pairs[0].rung[COPIED] = 3, 1
+    assert not readers.leave_memory(link, Pulls())
+    time.sleep(0.03)
+    assert readers.leave_memory(link, Pulls())
+    assert begun == [(link, 0, 1)]
+    assert pairs[0].answered[SENDS] == (1 << 32) + 1
+    assert not pairs[1].answered[SENDS]
+    assert readers.leave_memory(link, Pulls())
+    assert len(begun) == 1
+    pairs[0].rung[COPIED] = 3
+    readers.add(0, pairs[0], 3, 3)
+    assert not readers.leave_memory(link, Pulls())
+
+
+@pytest.mark.ranks(1)
+def test_a_push_beyond_its_answer_is_copied(comm):
+    """Before that, each piece is read once, where it is, and spans of a piece keep their places."""
+    context = of(comm)
+    layout = place_tensors({"a": ((5,), "f4"), "b": ((40,), "f8"), "c": ((), "f8")}, 1)
+    whole = WholeShard(layout, 0)
+    gradients = {t.name: np.arange(t.size, dtype=t.dtype) for t in layout.tensors}
+    link = Link(context, 0)
+    pieces = cut_shard(layout, 0, 100)
+    given = whole, pieces, addresses_of(whole, gradients).tolist()
+    cross = CrossMemory(topology_of(comm).intra_comm, context.wait)
+
+    def values(push):
+        found = {}
+        for number, piece in enumerate(pieces):
+            for tensor, start, stop, at in piece.spans:
+                name, _, dtype, *_ = layout.tensors[tensor]
+                raw = push.piece(number)[at : at + (stop - start) * dtype.itemsize]
+                found.setdefault(name, []).append(raw.view(dtype).copy())
+            push.use()
+        return {name: np.concatenate(each) for name, each in found.items()}
+
+    pushes = [MemoryPush(link, 0, cross, 0, *given) for _ in range(2)]
+    pushes[1].keep()
+    assert len(pieces) > 2
+    for push in pushes:
+        assert push.here() == len(pieces)
+        for name, seen in values(push).items():
+            assert (seen == np.arange(len(seen))).all()
+            assert len(seen) == gradients[name].size
+        for gradient in gradients.values():
+            gradient[...] = -1

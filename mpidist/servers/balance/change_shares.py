@@ -3,6 +3,7 @@
     every rank   its arguments, its host and memory, what its server holds   -> rank 0
     rank 0       checks all of it, and chooses the shares                    -> every rank
     servers      move what changes owner, one array after the other
+    every host   shares memory again
     every rank   uses the new layout: servers, gates of new servers, clients
 
 Nothing has changed when a check fails: all ranks raise the same error, and the group goes on.
@@ -30,8 +31,10 @@ from ..modes.device_shard import DeviceShard
 from ..modes.hosted_model import Hosted
 from ..server import Server
 from ..shards import ServerShard
+from ..wire.node_share import NodeShare
 from ..wire.wire_pieces import piece_limit
 from .moved_arrays import PARAMETERS, PULLED, arrays_of, move_model
+from .shared_again import share_again
 
 DOING = "repartition"
 
@@ -78,6 +81,7 @@ class Members(NamedTuple):
     workers: list[int]
     shares: list[float]
     elastic: bool
+    shared: Mapping[str, tuple[NodeShare | None, str]] = {}
 
 
 def change_shares(members: Members, given: AskedShares | None) -> Members | None:
@@ -105,13 +109,16 @@ def change_shares(members: Members, given: AskedShares | None) -> Members | None
             for hosted in server.models:
                 if hosted.removed is None:
                     _move(link, plan, hosted, members.layouts[hosted.name], layouts[hosted.name])
+        pieces = {name: plan.models[name].piece_bytes for name in layouts}
+        ranks = plan.servers, members.workers
+        shared = share_again(link, server, ranks, layouts, pieces)
         for client in members.clients:
             if not client.removed:
-                piece_bytes = plan.models[client.name].piece_bytes
-                client.use_layout(layouts[client.name], plan.servers, piece_bytes)
+                name = client.name
+                client.use_layout(layouts[name], plan.servers, pieces[name], shared[name][0])
         link.run_on_all(f"{DOING}: all parts have moved", lambda: None)
     return members._replace(
-        server=server, layouts=layouts, servers=plan.servers, shares=plan.shares
+        server=server, layouts=layouts, servers=plan.servers, shares=plan.shares, shared=shared
     )
 
 

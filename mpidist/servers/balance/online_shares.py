@@ -14,6 +14,7 @@ from ..layout.placement import ServerLayout
 from ..link import GroupCall, Link, nothing
 from ..modes.model_changes import ModelChanges
 from ..server import Server
+from ..wire.node_share import Transport
 from .change_shares import AskedShares, Members, change_shares
 from .rebalance import BusySince, Rebalance, rebalance_policy
 from .server_load import ServerLoad
@@ -34,7 +35,7 @@ class OnlineShares:
     _server: Server | None
     _measured: BusySince  # of this rank's server, at the last look
     _changes: ModelChanges
-    transports: dict[str, str]
+    transports: dict[str, Transport]
     _pause: Callable[[Any], None]
     _workers: Callable[[str], Any]
 
@@ -145,8 +146,9 @@ class OnlineShares:
         begins = self._server is None and now.server is not None
         self.server_ranks, self.shares, self._server = now.servers, now.shares, now.server
         self._layouts |= now.layouts
-        why = "messages: the servers have changed"
-        self.transports = dict.fromkeys(self.transports, why)
+        for name, before in self.transports.items():
+            if name in now.layouts:
+                self.transports[name] = before.anew(self.comm.rank, *now.shared[name])
         if begins and now.server is not None:
             self.is_server, self._changes.server = True, now.server
             self.link.background = _both(self.link.background, now.server)

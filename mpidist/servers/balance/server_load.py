@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ..layout.routing import ShardPart, WholeShard
-from ..protocol import PULL, PUSH, STREAM, Header
+from ..protocol import MEMORY, PULL, PUSH, STREAM, Header
 
 
 @dataclass
@@ -40,7 +40,7 @@ class ServerLoad:
         pulled: Sequence[ShardPart],
     ) -> None:
         """Count a request, with the parts that it lists; pieces follow in messages of their own."""
-        self.bytes_in += header.total + whole.nbytes * (header.push_words == STREAM)
+        self.bytes_in += header.total + whole.nbytes * (header.push_words in (STREAM, MEMORY))
         self.bytes_out += whole.nbytes * (header.pull_words == STREAM)
         self.pushes += bool(header.flags & PUSH)
         self.pulls += bool(header.flags & PULL)

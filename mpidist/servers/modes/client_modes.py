@@ -29,6 +29,11 @@ class ClientModes:
         The arguments with which the model was added.
     votes : bool
         Whether the servers vote, as in elastic runs, where the mode cannot change.
+
+    Attributes
+    ----------
+    in_memory : bool
+        Whether servers of this host may read pushes in the memory of this worker.
     """
 
     def __init__(self, asked: Request, votes: bool):
@@ -40,6 +45,14 @@ class ClientModes:
         # A device updates all at once.
         self._pieces &= asked.server_device == "cpu"
         self._streams = self._pieces and has_the_same_bits(asked.optimizer)
+        corrects = asked.stale.compensates or asked.stale.corrects
+        self.in_memory = self._streams and not corrects
+        kind = getattr(asked.optimizer, "name", "") or type(asked.optimizer).__name__
+        reason = f"optimizer {kind} updates whole tensors"
+        if asked.clip_norm is not None:
+            reason = "clip_norm needs whole gradients"
+        #: Why servers wait for whole pushes, in all modes, and outside BSP; empty if they do not.
+        self.why = ("" if self._streams else reason, str(asked.stale) if corrects else "")
         self._changed = -1  # the clock of the newest change of the optimizer
         self._starts, self._modes = [0], [asked.consistency]
 
@@ -108,6 +121,8 @@ class ClientModes:
         """Record that the optimizer changes in `clock`; the servers have been told."""
         self._changed = clock
         self._streams = self._pieces and has_the_same_bits(optimizer)
+        # Outside BSP, servers use the old optimizer until the last worker has changed it.
+        self.in_memory &= self._streams
 
 
 def refuse_in_elastic_runs(name: str, votes: bool, what: str) -> None:

@@ -11,13 +11,14 @@ import numpy as np
 from ...errors import ProtocolError
 from ..consistency import Apply, Consistency, Drop
 from ..layout.placement import ServerLayout
-from ..layout.routing import ShardPart, WholeShard
+from ..layout.routing import ShardPart, WholeShard, decode_parts
 from ..model_facts import Request
-from ..protocol import PULL
+from ..protocol import ALL, CLOCK, HEADER_BYTES, MEMORY, PIECES, PULL, PUSH, STREAM, Header
 from ..rows.table_updates import TableUpdate, newest_values
 from ..rows.unused_rows import table_facts
 from ..shards import ServerShard
 from ..wire.due_actions import DueActions
+from ..wire.server_stream import PushStream
 from ..wire.wire_pieces import PIECE_BYTES
 from .agreed_changes import AgreedChanges
 from .changing_gate import ChangingGate
@@ -80,6 +81,37 @@ class Hosted:
         """Compute what follows from the layout of the shard."""
         self.whole = WholeShard(self.shard.layout, self.shard.server)
         self.due = DueActions(self.shard, piece_bytes)
+
+    def parts_of(self, message: np.ndarray, at: int, words: int) -> tuple[list[ShardPart], int]:
+        """Return the tensor parts that a message lists from byte `at` on, and the list's end."""
+        if words in (ALL, PIECES):
+            return self.whole.parts, at
+        if words == MEMORY:
+            return self.whole.parts, at + 8 * len(self.whole.parts)
+        if words == STREAM:
+            return [], at
+        stop = at + 8 * words
+        shard = self.shard
+        return decode_parts(message[at:stop].view(np.int64), shard.layout, shard.server), stop
+
+    def push_elsewhere(
+        self, link: Any, worker: int, rank: int, header: Header, message: np.ndarray
+    ) -> PushStream:
+        """Return a push that is not in its message: in pieces, or in the worker's memory.
+
+        The gate is told of it at once. Under BSP, where it comes in pieces, no worker has an
+        answer, and nothing is updated, before all have sent such a message.
+        """
+        mode, shared = self.gate.mode_at(header.clock), header.push_words == MEMORY
+        if header.flags != PUSH | CLOCK | PULL or not (shared or mode.streams):
+            raise ProtocolError(
+                f"parameter server {self.shard.server}: worker {worker} sends {self.name!r} in "
+                f"pieces, which {mode} does not allow here"
+            )
+        if not shared:
+            return self.due.receive(link, rank)
+        words = message[HEADER_BYTES : HEADER_BYTES + 8 * len(self.whole.parts)]
+        return self.due.read(link, worker, rank, self.whole, words.view(np.int64).tolist())
 
     def kept(self) -> list[dict[str, np.ndarray]]:
         """Return the copies of what each worker has pulled, by the keys of the shard, or []."""
@@ -165,6 +197,14 @@ class Hosted:
         counted = [(1 if p.samples < 0 else p.samples, p.parts) for _, p in action.pushes]
         total = sum(samples for samples, _ in counted) or 1
         return [(samples / total, parts) for samples, parts in counted]
+
+    def weighed(self, action: Apply) -> tuple[list[tuple[float, Any]], float]:
+        """Return the shares and the parts of the pushes of an update, and its weight."""
+        if self.gate.mode_at(action.clock).merges:
+            return self.shares(action), 1.0
+        ((_, push),) = action.pushes
+        factor = self.stale.factor(self.shard.version - push.seen, push.samples, self.global_batch)
+        return [(1.0, push.parts)], self.weight(push) * factor
 
     def merge(self, action: Apply) -> tuple[dict, float] | None:
         """Return the gradients of one update and their weight, as `ServerShard.merge`."""

@@ -68,7 +68,7 @@ class PulledVersion:
 
 
 class PullStream:
-    """The answer to one pull in pieces, of which at most `WINDOW` are on the way.
+    """The answer to one pull in pieces from number `first` on; at most `WINDOW` are on the way.
 
     Attributes
     ----------
@@ -78,12 +78,12 @@ class PullStream:
         The bytes that are not sent yet.
     """
 
-    def __init__(self, version: PulledVersion, rank: int):
-        self.version, self._ranks, self.next = version, [rank], 0
+    def __init__(self, version: PulledVersion, rank: int, first: int = 0):
+        self.version, self._ranks, self.next = version, [rank], first
         version.users += 1
-        self.left = sum(piece.nbytes for piece in version.pieces)
+        self.left = sum(piece.nbytes for piece in version.pieces[first:])
         self._sends = PieceSends(version.link, PIECE_DOWN)
-        version.link.count_pieces(len(version.pieces), self.left, 0, 0)
+        version.link.count_pieces(len(version.pieces) - first, self.left, 0, 0)
 
     def progress(self) -> bool:
         """Send what may be sent; return whether all has been sent."""
@@ -117,11 +117,11 @@ class PullStreams:
         """The bytes that are not sent yet."""
         return sum(pull.left for pull in self._open)
 
-    def begin(self, link: Link, rank: int) -> None:
-        """Begin to send the present version to a rank."""
+    def begin(self, link: Link, rank: int, first: int = 0) -> None:
+        """Begin to send the present version to a rank, from piece number `first` on."""
         if self._now is None:
             self._now = PulledVersion(link, self._shard, self._pieces)
-        self._open.append(PullStream(self._now, rank))
+        self._open.append(PullStream(self._now, rank, first))
 
     def send_more(self) -> None:
         """Continue to answer pulls."""

@@ -26,9 +26,11 @@ from ...events import OPEN
 from ..layout import routing
 from ..layout.row_selection import Selection
 from ..link import Link
+from ..pieces.memory_push import addresses_of
 from ..protocol import (
     CLOCK,
     HEADER_BYTES,
+    MEMORY,
     NAMES,
     PIECES,
     PULL,
@@ -41,7 +43,7 @@ from ..protocol import (
 )
 from .client_answer import ServerAnswer, ServerCall, whole_push
 from .client_stream import ClientStream, send_copies
-from .node_share import NodePair, NodeShare
+from .node_share import NodePair, NodeShare, count_shared
 from .node_stream import NodeClientStream
 from .wire_pieces import WirePiece
 
@@ -146,7 +148,9 @@ class ClientRequests:
         """Send one message with flags, the data to push, and a list of the parts to pull.
 
         `pull` is None for all that the server holds. `pushes` or `pull` are PIECES or STREAM if the
-        data travel in pieces of their own. The message belongs to the clock `ahead` of this one.
+        data travel in pieces of their own, or are in shared memory; `pushes` is an array of the
+        addresses of gradients that the server reads in the memory of this rank. The message belongs
+        to the clock `ahead` of this one.
 
         Returns the record of this message in `Link.trail` (the requests sent and served); the
         record is marked as open (unfinished) if the message asks for an answer.
@@ -157,7 +161,7 @@ class ClientRequests:
         )
         parts: list[routing.ShardPart] = []
         push: Any = _NOTHING
-        if isinstance(pushes, int):
+        if isinstance(pushes, int | np.ndarray):
             push = pushes
         elif pushes is not None:
             parts, push = self._route(server, {name: rows for name, (rows, _) in pushes.items()})
@@ -171,7 +175,7 @@ class ClientRequests:
             model=self.model,
             clock=self.clock + ahead,
             total=total,
-            push_words=selection_words(push),
+            push_words=MEMORY if isinstance(pushes, np.ndarray) else selection_words(push),
             pull_words=selection_words(pull),
             samples=-1 if samples is None else samples,
             gap=int(self.has_entered),
@@ -298,11 +302,12 @@ class ClientRequests:
         push: Any = call.pushes if flags & PUSH else None
         gradients = call.gradients if push is not None and pieces else None
         out = call.out if pieces else None
-        streams = self.streams(self.clock) and out is not None
-        in_step = streams and gradients is not None
-        pair = self._pair(rank) if in_step or (streams and push is None) else None
+        pair = self._pair(rank) if pieces else None
+        in_step = gradients is not None and out is not None and self.streams(self.clock)
         if gradients is not None:
             push = STREAM if in_step else PIECES
+            if pair is not None and self.by_address and not in_step:
+                push = addresses_of(self.whole[server], gradients)
         if out is not None:
             parts, pull = [], STREAM if in_step or pair is not None else PIECES
         # The receive of the answer is posted before the request is sent, so that MPI need not
@@ -311,13 +316,22 @@ class ClientRequests:
             rank, TO_WORKER, HEADER_BYTES + routing.data_bytes(self.layout, parts)
         )
         operation = self.post(server, flags, pushes=push, samples=call.samples, pull=pull)
-        if gradients is None and out is None:
-            return ServerAnswer(incoming, operation, parts)
+        sends: ClientStream | None = None
+        if isinstance(push, np.ndarray):
+            count_shared(link, self.whole[server].nbytes)
+        elif (push == PIECES or pair is None) and (gradients is not None or out is not None):
+            there = out if pair is None else None  # else it is copied from memory
+            sends = ClientStream(link, rank, self.layout, pieces, gradients, there, in_step)
         if pair is not None and out is not None:
-            shared = NodeClientStream(link, self.layout, pieces, pair, out, gradients)
+            ring = gradients if in_step else None
+            shared = NodeClientStream(link, rank, self.layout, pieces, pair, out, ring, sends)
             return ServerAnswer(incoming, operation, parts, shared)
-        stream = ClientStream(link, rank, self.layout, pieces, gradients, out, in_step)
-        return ServerAnswer(incoming, operation, parts, stream)
+        return ServerAnswer(incoming, operation, parts, sends)
+
+    @property
+    def by_address(self) -> bool:
+        """Whether servers of this host read pushes outside BSP in the memory of this rank."""
+        return self.share is not None and self.share.cross is not None and self._modes.in_memory
 
     def _pair(self, rank: int) -> NodePair | None:
         """Return the memory that this worker shares with a server, or None."""

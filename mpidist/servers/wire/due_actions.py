@@ -5,20 +5,24 @@
 An update in pieces takes a while, and all later actions wait for its end. An update also waits
 until MPI has sent the answers that it sends directly from the memory of the parameters. This wait
 is short: the workers have received these answers before they send the pushes of the next update.
-Answers to pulls are copied instead (`pull_stream`), so no update waits for them.
+Answers to pulls are copied instead (`pull_stream`), so no update waits for them. For workers that
+copy the parameters from memory, see `node_stream`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
-from ..consistency import Action, Apply
+from ..consistency import Action, Answer, Apply, Drop
+from ..layout.routing import WholeShard
 from ..link import Link
+from ..pieces.memory_push import MemoryPush
 from ..pieces.piece_transfers import PieceSends
 from ..pieces.pull_stream import PullStreams
-from ..protocol import PIECE_DOWN, PIECES
+from ..protocol import PIECE_DOWN, PIECES, STREAM
 from ..shards import ServerShard
 from .node_share import NodeShare
 from .node_stream import NodePushStream, NodeReaders
@@ -49,7 +53,10 @@ class DueActions:
         self.pulls = PullStreams(shard, self.pieces)
         self._actions: deque[Action] = deque()
         self._sends: PieceSends | None = None  # made for the first push in pieces
-        self._readers = NodeReaders()
+        self._readers = NodeReaders(len(self.pieces))
+        self._link: Link | None = None
+        self._waiting: dict[int, MemoryPush] = {}  # of workers that wait in their call
+        self._reading: set[int] = set()  # ranks that copy before they get their answer
 
     def __len__(self) -> int:
         return len(self._actions)
@@ -67,47 +74,95 @@ class DueActions:
 
     def receive(self, link: Link, source: int) -> PushStream:
         """Begin to receive a push in pieces, each of which is answered at once."""
-        if self._sends is None:
-            self._sends = PieceSends(link, PIECE_DOWN)
+        self._open(link)
         if self.share is not None and (pair := self.share.pair(source, link.comm.rank)):
-            self._readers.add(source, pair, 0)
+            self._readers.add(source, pair, 0, 0)
             return NodePushStream(source, pair)
         return PushStream(link, source, self.pieces)
+
+    def read(
+        self, link: Link, worker: int, source: int, shard: WholeShard, addresses: Sequence[int]
+    ) -> PushStream:
+        """Return a push that is in the memory of a worker of this host."""
+        assert self.share is not None
+        assert self.share.cross is not None
+        self._open(link)
+        memory, local = self.share.cross, self.share.local_rank(source)
+        push = MemoryPush(link, source, memory, local, shard, self.pieces, addresses)
+        self._waiting[worker] = push
+        return push
+
+    def _open(self, link: Link) -> None:
+        self._link = link
+        if self._sends is None:
+            self._sends = PieceSends(link, PIECE_DOWN)
 
     def send(self, link: Link, rank: int, how: int) -> None:
         """Begin to send all parameters to a worker, or (STREAM) let it copy them."""
         if how == PIECES:
             self.pulls.begin(link, rank)
+        elif rank in self._reading:
+            self._reading.remove(rank)
         elif self.share is not None and (pair := self.share.pair(rank, link.comm.rank)):
-            self._readers.add(rank, pair, len(self.pieces))
+            self._link = link
+            self._readers.add(rank, pair, len(self.pieces), len(self.pieces))
 
     def ready(
-        self, actions: Sequence[Action], shares: Callable[[Apply], list[tuple[float, Any]]]
+        self,
+        actions: Sequence[Action],
+        weighed: Callable[[Apply], tuple[list[tuple[float, Any]], float]],
     ) -> Iterator[Action]:
         """Add actions, and yield all that may be carried out now.
 
-        `shares` returns the share and the parts of each push of an update.
+        `weighed` returns the share and the parts of each push of an update, and its weight.
         """
         self._actions += actions
         while self._actions:
             action = self._actions[0]
             if isinstance(action, Apply):
                 if self.update is None:
-                    if not self._readers.have_read():
-                        return
                     if self._sends is not None and not self._sends.reap():
+                        return
+                    if self._link and not self._readers.leave_memory(self._link, self.pulls):
                         return
                     self.pulls.keep()
                 streams = any(isinstance(push.parts, PushStream) for _, push in action.pushes)
                 if streams and self._sends is not None:
                     if self.update is None:
                         self.update = StreamedUpdate(
-                            self._sends, self._shard, self._all, shares(action)
+                            self._sends, self._shard, self._all, *weighed(action)
                         )
+                        self._let_read(action)
                     if not self.update.progress():
                         return
             self._actions.popleft()
+            self._settle(action)
             yield action
+
+    def _let_read(self, action: Apply) -> None:
+        """Let workers copy each piece as soon as it is updated, if they get this version."""
+        if self.share is None or self._link is None:
+            return
+        for answer in islice(self._actions, 1, None):
+            if not isinstance(answer, Answer) or answer.item.pieces != STREAM:
+                break
+            push = self._waiting.get(answer.worker)
+            if push is None or all(push is not one.parts for _, one in action.pushes):
+                continue
+            if (pair := self.share.pair(push.source, self._link.comm.rank)) is not None:
+                self._readers.add(push.source, pair, len(self.pieces), 0)
+                self._reading.add(push.source)
+                push.readers.append(pair.answered)
+
+    def _settle(self, action: Action) -> None:
+        """Forget pushes in the memory of workers, or copy one that is needed after an answer."""
+        if isinstance(action, Answer):
+            if (push := self._waiting.pop(action.worker, None)) is not None:
+                push.keep()
+        elif isinstance(action, Apply | Drop):
+            for worker, one in action.pushes:
+                if self._waiting.get(worker) is one.parts:
+                    del self._waiting[worker]
 
     def ended(self) -> StreamedUpdate | None:
         """Return the update in pieces that has just ended, and forget it."""

@@ -25,6 +25,7 @@ from ...collectives.engines.node_barrier import LINE, ORDERED
 from ...errors import ConfigError
 from ...runtime import ulfm
 from ...runtime.node_memory.arena import Segment
+from ...runtime.node_memory.cross_memory import CrossMemory
 from ...runtime.topology import Topology, topology_of
 from ..layout.placement import ServerLayout
 from ..layout.routing import WholeShard
@@ -112,6 +113,13 @@ class NodeShare:
     wait : callable
         Waits until a test returns true.
 
+    Attributes
+    ----------
+    in_pieces : bool
+        Whether a server of this host gets pushes in pieces, which then has parameters here.
+    cross : CrossMemory or None
+        Reads gradients in the memory of workers. `why` says why not, if it is needed.
+
     Raises
     ------
     ConfigError
@@ -126,18 +134,39 @@ class NodeShare:
         sizes = [HEADER_BYTES + shard.nbytes for shard in whole]
         small = sum(sizes) <= SMALL_BYTES and max(sizes) <= MESSAGE_BYTES
         self._cut = {rank: cut_shard(layout, k, piece_bytes) for rank, k in node.servers.items()}
+        self.in_pieces = any(len(pieces) > 1 for pieces in self._cut.values())
         self._messages = {rank: small * sizes[k] for rank, k in node.servers.items()}
         assert node.topology is not None
         members = node.topology.members(node.topology.node)
         plans = [_Plan(self._sizes(rank)) for rank in members]
         segment = Segment(node.topology.intra_comm, [plan.nbytes for plan in plans], wait)
         parts = zip(members, plans, segment.parts, strict=True)
+        self.cross, self.why = _cross_memory(node.topology, wait) if self.in_pieces else (None, "")
         self._memory = {rank: plan.views(part) for rank, plan, part in parts}
         self._pairs: dict[tuple[int, int], NodePair] = {}
 
     def has(self, worker: int, server: int) -> bool:
         """Whether these ranks share memory."""
         return worker in self._node.workers and server in self._node.servers
+
+    def transport(self, rank: int, whole_pushes: str, stale: str) -> str:
+        """Return how the data of this model travel between `rank` and others, see `Transport`."""
+        text, here = "shared memory", self._node
+        peers = [*(here.servers if rank in here.workers else ())]
+        peers += here.workers if rank in here.servers else ()
+        if here.topology is not None and here.topology.nodes > 1:
+            numbers = ", ".join(map(str, sorted({*peers} - {rank})))
+            text += f" with ranks {numbers or 'none'}; messages with other hosts"
+        if self.in_pieces and whole_pushes:
+            text += f"; pushes in messages: {whole_pushes}"
+        elif self.in_pieces and (why := stale or self.why):
+            text += f"; pushes outside BSP in messages: {why}"
+        return text
+
+    def local_rank(self, rank: int) -> int:
+        """Return the number of a rank of the group among the ranks of this host."""
+        assert self._node.topology is not None
+        return self._node.topology.members(self._node.topology.node).index(rank)
 
     def pair(self, worker: int, server: int) -> NodePair | None:
         """Return what two ranks share, or None if they are not both on this host."""
@@ -198,6 +227,25 @@ class NodeShare:
         return sizes
 
 
+class Transport(NamedTuple):
+    """How the data of one model travel, for the report of one rank.
+
+    `whole_pushes` says why servers wait for whole pushes in each mode, and `stale` why they do
+    outside BSP; empty if they need not.
+    """
+
+    text: str
+    whole_pushes: str
+    stale: str
+
+    def anew(self, rank: int, share: NodeShare | None, why: str) -> Transport:
+        """Return the same for other shared memory, or for none and the reason."""
+        text = f"messages: {why}"
+        if share is not None:
+            text = share.transport(rank, self.whole_pushes, self.stale)
+        return self._replace(text=text)
+
+
 class _Plan:
     """Where each place lies in the part of one rank."""
 
@@ -210,6 +258,14 @@ class _Plan:
 
     def views(self, part: np.ndarray) -> dict[tuple, np.ndarray]:
         return {key: part[place] for key, place in self._places.items()}
+
+
+def _cross_memory(topology: Topology, wait: Callable) -> tuple[CrossMemory | None, str]:
+    """Return copies between the ranks of this host, or None and the reason. Collective over it."""
+    try:
+        return CrossMemory(topology.intra_comm, wait), ""
+    except ConfigError as error:
+        return None, str(error)
 
 
 def _line(memory: np.ndarray) -> memoryview:

@@ -6,30 +6,46 @@
     ring, in the worker's part    | 4 | 1 | 2 | 3 |       the worker copies, the server reads
     parameters of the server  | 0 | 1 | ...               the server updates, the worker copies
 
-The worker counts the pieces that are in the ring, and the server those that it has updated. No
-piece is sent: the server reads gradients in the ring, and the worker copies new parameters from
-the memory in which the server updates them. Both also count the pieces that the worker may copy,
-and has copied. The server begins the next update only when these are equal, so a worker always
-reads parameters of one version.
+Under BSP the worker counts the pieces that are in the ring, and the server those that it has
+updated. No piece is sent: the server reads gradients in the ring. In the other modes it reads them
+where they are, see `memory_push`. The worker copies new parameters from the memory in which the
+server updates them. Both count the pieces that are ready to be copied, and those that are copied.
+
+The server begins the next update when all workers have copied what they may, so a worker always
+gets parameters of one version. If a worker does not go on, the server waits no longer: it copies
+the rest of this version, says in its line from which piece on, and sends these pieces. The worker
+looks at that line after each piece: if the server began an update meanwhile, the line says so, and
+the worker takes the piece from the message.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from ..layout.placement import ServerLayout
 from ..link import Link
+from ..pieces.pull_stream import PullStreams
 from ..protocol import Incoming
+from .client_stream import ClientStream
 from .node_share import NodePair, count_shared
 from .server_stream import PushStream
 from .wire_pieces import WirePiece
 
-#: The places in the line of a worker: how many pieces are in the ring, and how many it has copied.
-#: In the line of a server: how many it has updated. It keeps the number to be copied as well.
-PUSHED, COPIED = 4, 5
-UPDATED, ALLOWED = 4, 5
+#: The places in the line of a worker: how many pieces are in the ring, how many it has copied, and
+#: the newest number of the place `SENDS` that it has seen. In the line of a server: how many it has
+#: updated from the ring, how many the worker may copy in all, how many of these are ready now, and,
+#: after a number that changes each time, from which piece on the server sends the rest.
+PUSHED, COPIED, SEEN = 4, 5, 6
+UPDATED, ALLOWED, READY, SENDS = 4, 5, 6, 7
+
+#: How many seconds an update waits for a worker that has not copied a piece meanwhile. Tests change
+#: it.
+PATIENCE = 0.01
+
+_TURN = 1 << 32
 
 
 class NodePushStream(PushStream):
@@ -54,70 +70,117 @@ class NodePushStream(PushStream):
     def use(self) -> None:
         """Say that the oldest piece is updated: the worker may read the new parameters."""
         self._answered[ALLOWED] += 1
+        self._answered[READY] += 1
         self._answered[UPDATED] += 1
 
 
 class NodeReaders:
     """The workers of this host that may be copying parameters of one model on this server."""
 
-    def __init__(self) -> None:
-        self._pairs: dict[int, NodePair] = {}
+    def __init__(self, pieces: int) -> None:
+        self._pieces, self._pairs = pieces, dict[int, NodePair]()
+        self._sent = set[int]()  # workers that get the rest of their version in messages
+        self._left, self._since = 0, 0.0  # pieces to be copied, at the newest look
 
-    def add(self, rank: int, pair: NodePair, pieces: int) -> None:
-        """Let a worker copy so many pieces, besides those of its pushes."""
+    def add(self, rank: int, pair: NodePair, allowed: int, ready: int) -> None:
+        """Let a worker copy so many pieces, of which some are ready; others follow.
+
+        The worker has all of the version before, because it makes one call at a time.
+        """
         self._pairs[rank] = pair
-        pair.answered[ALLOWED] += pieces
+        self._sent.discard(rank)
+        pair.answered[ALLOWED] += allowed
+        pair.answered[READY] += ready
 
-    def have_read(self) -> bool:
-        """Whether the workers have copied all that they may, so that it may change."""
-        pairs = self._pairs.values()
-        return all(pair.rung[COPIED] == pair.answered[ALLOWED] for pair in pairs)
+    def leave_memory(self, link: Link, pulls: PullStreams) -> bool:
+        """Whether an update may begin now: no worker copies, or what it lacks is sent by `pulls`.
+
+        The caller keeps what is not sent yet of this version, see `PullStreams.keep`.
+        """
+        left = {
+            rank: pair.answered[ALLOWED] - pair.rung[COPIED]
+            for rank, pair in self._pairs.items()
+            if rank not in self._sent
+        }
+        if total := sum(left.values()):
+            now = time.monotonic()
+            if total != self._left:
+                self._left, self._since = total, now
+            if now - self._since < PATIENCE:
+                return False
+            for rank in (rank for rank, number in left.items() if number):
+                first, line = self._pieces - left[rank], self._pairs[rank].answered
+                pulls.begin(link, rank, first)
+                self._sent.add(rank)
+                line[SENDS] = (line[SENDS] // _TURN + 1) * _TURN + first  # before the update
+        self._left = 0
+        return True
 
 
 class NodeClientStream:
     """The pieces of one push_pull of this worker with a server of its host.
 
-    Without `gradients`, the stream only copies the parameters, after the answer has arrived.
+    Parameters
+    ----------
+    link : Link
+    rank : int
+        The server.
+    layout : ServerLayout
+    pieces : sequence of WirePiece
+        What the server holds.
+    pair : NodePair
+    out : mapping of str to ndarray
+    gradients : mapping of str to ndarray, optional
+        What the worker puts into the ring. Without it, the stream only copies the parameters.
+    sends : ClientStream, optional
+        The pieces of a push in messages.
     """
 
     def __init__(
         self,
         link: Link,
+        rank: int,
         layout: ServerLayout,
         pieces: Sequence[WirePiece],
         pair: NodePair,
         out: Mapping[str, np.ndarray],
         gradients: Mapping[str, np.ndarray] | None = None,
+        sends: ClientStream | None = None,
     ):
-        self._link, self._pieces, self._pair = link, pieces, pair
+        self._link, self._rank, self._layout = link, rank, layout
+        self._pieces, self._pair, self._rest = pieces, pair, sends
         self._gradients, self._out = gradients, out
         self._names = [tensor.name for tensor in layout.tensors]
         self._begun = self._taken = 0
-        self._base = pair.rung[PUSHED]
+        # The server may have counted pieces for this stream already, so its line is not read here.
+        self._pushed, self._copied = pair.rung[PUSHED], pair.rung[COPIED]
         nbytes = sum(piece.nbytes for piece in pieces)
         if gradients is not None:
             count_shared(link, nbytes)
             self._fill(0)
 
-    handed = True  # the next server may be asked
+    @property
+    def handed(self) -> bool:
+        """Whether the next server may be asked."""
+        return self._rest is None or self._rest.handed
 
     def is_here(self, incoming: Incoming) -> bool:
         """Put more pieces into the ring, and copy answers; return whether all is done."""
-        pieces = len(self._pieces)
-        if self._gradients is None:
-            if not incoming.test():
+        if self._rest is not None:  # pieces in messages
+            if not self._rest.progress():
                 return False
-            for number in range(pieces):
-                self._take(number)
-            return True
-        while True:
-            updated = self._pair.answered[UPDATED] - self._base
-            self._fill(updated)
-            if self._taken == updated:
-                return self._taken == pieces and incoming.test()
-            self._take(self._taken)
+            self._rest = None
+        pieces, answered = len(self._pieces), self._pair.answered
+        while self._taken < pieces:
+            if self._gradients is not None:
+                self._fill(answered[UPDATED] - self._pushed)
+            if self._taken == answered[READY] - self._copied:
+                return False
+            if not self._take(self._taken):
+                return False
             self._taken += 1
             self._link.moved = True
+        return incoming.test()
 
     def _fill(self, updated: int) -> None:
         """Copy the gradients that have room into the ring."""
@@ -129,13 +192,24 @@ class NodeClientStream:
                 gradient = self._gradients[self._names[tensor]][start:stop]
                 np.copyto(slot[at : at + gradient.nbytes].view(gradient.dtype), gradient)
             self._begun = number + 1
-            pair.rung[PUSHED] = self._base + self._begun  # after the data, see `node_share`
+            pair.rung[PUSHED] = self._pushed + self._begun  # after the data, see `node_share`
 
-    def _take(self, number: int) -> None:
-        """Copy one piece of the new parameters."""
+    def _take(self, number: int) -> bool:
+        """Copy one piece of the new parameters; return false if the server sends it."""
         for tensor, start, stop, _ in self._pieces[number].spans:
             first, values = self._pair.parameters[tensor]
             np.copyto(
                 self._out[self._names[tensor]][start:stop], values[start - first : stop - first]
             )
-        self._pair.rung[COPIED] += 1  # the server may change these now
+        rung = self._pair.rung
+        if (sends := self._pair.answered[SENDS]) != rung[SEEN]:  # after the data
+            # The update that began meanwhile may have changed what was copied.
+            pieces = self._pieces[sends % _TURN :]
+            self._rest = ClientStream(
+                self._link, self._rank, self._layout, pieces, None, self._out, False
+            )
+            self._taken = len(self._pieces)
+            rung[SEEN], rung[COPIED] = sends, self._copied + self._taken
+            return False
+        rung[COPIED] += 1  # the server may change these now
+        return True

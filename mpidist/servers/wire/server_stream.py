@@ -116,12 +116,12 @@ class ShardPieces:
         for leaf, before, _ in self._before:
             before[...] = leaf
 
-    def update(self, number: int, gradients: Mapping[str, np.ndarray]) -> None:
+    def update(self, number: int, gradients: Mapping[str, np.ndarray], weight: float = 1.0) -> None:
         """Update one piece. The gradients have the keys of the shard."""
         views = self.views(number)
         for _, before, scalar in self._before:
             scalar[...] = before
-        self._shard.update_part(gradients, views.state, views.parameters)
+        self._shard.update_part(gradients, views.state, views.parameters, weight)
         for where, key, view in views.places:
             if where[key] is not view:  # the optimizer has made a new array
                 view[...] = where[key]
@@ -148,6 +148,8 @@ class ShardPieces:
 
     def answer(self, number: int, ranks: Sequence[int], sends: PieceSends) -> None:
         """Send one piece of the parameters to ranks."""
+        if not ranks:
+            return
         piece, parameters, _, _, memory = self.views(number)
         if memory is not None:
             sends.send(memory, ranks)
@@ -199,6 +201,8 @@ class StreamedUpdate:
     pieces : ShardPieces
     pushes : sequence of (share, PushStream or parts)
         In the order of the workers, see `ServerShard.merge`.
+    weight : float
+        The weight of the update, see `ServerShard.merge`.
 
     Attributes
     ----------
@@ -212,8 +216,10 @@ class StreamedUpdate:
         shard: ServerShard,
         pieces: ShardPieces,
         pushes: Sequence[tuple[float, PushStream | Parts]],
+        weight: float = 1.0,
     ):
         self._shard, self._all, self._sends = shard, pieces, sends
+        pushes, self._weight = shard.weighed(pushes, weight)
         self._next, self._number = 0, len(pieces.pieces)
         self._streams = [push for _, push in pushes if isinstance(push, PushStream)]
         self._ranks = [stream.source for stream in self._streams if stream.by_messages]
@@ -252,7 +258,7 @@ class StreamedUpdate:
             piece, parameters, *_ = self._all.views(number)
             keys = zip(parameters, piece.spans, strict=True)
             gradients = {key: self._gradient(number, *span) for key, span in keys}
-            self._all.update(number, gradients)
+            self._all.update(number, gradients, self._weight)
         # The receives of later pieces are posted before the answers, which let workers send them.
         for stream in self._streams:
             stream.use()

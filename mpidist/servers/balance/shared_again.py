@@ -1,0 +1,53 @@
+"""Shared memory for the models of a group whose servers have other shares, or are others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..layout.placement import ServerLayout
+from ..link import Link
+from ..server import Server
+from ..wire.node_doors import ServerDoors
+from ..wire.node_share import NodeShare, node_ranks, share_memory
+
+
+def share_again(
+    link: Link,
+    server: Server | None,
+    ranks: tuple[Sequence[int], Sequence[int]],
+    layouts: Mapping[str, ServerLayout],
+    piece_bytes: Mapping[str, int],
+) -> dict[str, tuple[NodeShare | None, str]]:
+    """Move all models into new shared memory, if there is some. Collective over the group.
+
+    Called in a pause, when each server has what it holds in the new layouts. The memory of the old
+    layouts is freed when the clients use the new one.
+
+    Returns, for each model, what the ranks of this host share, or None and the reason.
+
+    Parameters
+    ----------
+    link : Link
+    server : Server or None
+        The server of this rank.
+    ranks : (sequence of int, sequence of int)
+        The ranks of all servers, and of all workers.
+    layouts, piece_bytes : mapping
+        By the names of the models, in the same order on all ranks.
+    """
+    node = node_ranks(link.context.comm, *ranks)
+    found: dict[str, tuple[NodeShare | None, str]] = {}
+    link.doors = None
+    for name, layout in layouts.items():
+        found[name] = share_memory(node, layout, piece_bytes[name], link.wait)
+        link.doors = link.doors or found[name][0]
+    if server is not None:
+        server.doors = ServerDoors(server)
+        for number, hosted in enumerate(server.models):
+            share, _ = found.get(hosted.name, (None, ""))
+            if share is not None and hosted.removed is None:
+                hosted.shard.use_memory(share.parameters(link.comm.rank))
+                hosted.use_layout(piece_bytes[hosted.name])
+                hosted.due.share = share
+                server.doors.open(number, share)
+    return found

@@ -1,0 +1,120 @@
+"""A push that stays in the memory of its worker until the server on the same host applies it.
+
+::
+
+    gradients of the worker    | 0 | 1 | 2 | 3 | ...      the worker sends their addresses
+                                     |                    the kernel copies, see `cross_memory`
+    memory for one piece            | 1 |                 the server adds it to the parameters
+
+The worker waits in its call until the server has answered, so the gradients do not change. The push
+is whole as soon as its message arrives: nothing else of the worker is needed to apply it, not even
+that the worker runs. A push that must wait beyond the answer is copied before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...runtime.node_memory.cross_memory import CrossMemory
+from ..layout.routing import WholeShard
+from ..link import Link
+from ..wire.node_stream import READY
+from ..wire.server_stream import PushStream
+from ..wire.wire_pieces import WirePiece
+
+
+class MemoryPush(PushStream):
+    """The pieces of one push in the memory of the rank `source`.
+
+    Parameters
+    ----------
+    link : Link
+    source : int
+    memory : CrossMemory
+    local_rank : int
+        The rank `source` among the ranks of this host.
+    shard : WholeShard
+        What this server holds.
+    pieces : sequence of WirePiece
+    addresses : sequence of int
+        Where the gradient of each part of `shard` begins, in the memory of `source`.
+
+    Attributes
+    ----------
+    readers : list of memoryview
+        The lines in which `use` counts the pieces that a worker may copy now.
+    """
+
+    by_messages = False
+
+    def __init__(
+        self,
+        link: Link,
+        source: int,
+        memory: CrossMemory,
+        local_rank: int,
+        shard: WholeShard,
+        pieces: Sequence[WirePiece],
+        addresses: Sequence[int],
+    ):
+        self.source, self._link, self._pieces = source, link, pieces
+        self._memory, self._local_rank, self._nbytes = memory, local_rank, shard.nbytes
+        sizes = [shard.layout.tensors[part.piece.tensor].dtype.itemsize for part in shard.parts]
+        self._places = {
+            part.piece.tensor: (address - part.piece.start * size, size)
+            for part, address, size in zip(shard.parts, addresses, sizes, strict=True)
+        }
+        self.readers: list[memoryview] = []
+        self._used, self._read = 0, -1  # pieces; the piece that is in the buffer
+        self._buffer: np.ndarray | None = None
+        self._kept = False
+
+    def here(self) -> int:
+        """Return how many pieces have arrived: all."""
+        return len(self._pieces)
+
+    def piece(self, number: int) -> np.ndarray:
+        """Return a piece, in memory that is valid until `use` releases it."""
+        piece = self._pieces[number]
+        if self._kept and self._buffer is not None:
+            return self._buffer[piece.start : piece.stop]
+        if self._buffer is None:
+            self._buffer = self._link.pool.take(max(each.nbytes for each in self._pieces))
+        if self._read != number:
+            self._copy(piece, self._buffer)
+            self._read = number
+        return self._buffer[: piece.nbytes]
+
+    def use(self) -> None:
+        """Release the memory of the oldest piece, whose parameters are updated."""
+        self._used += 1
+        for line in self.readers:
+            line[READY] += 1
+        if self._used == len(self._pieces):
+            self._link.pool.give(self._buffer)
+            self._buffer = None
+
+    def keep(self) -> None:
+        """Copy the whole push, because the worker goes on before it is applied."""
+        whole = self._link.pool.take(self._nbytes)
+        for piece in self._pieces:
+            self._copy(piece, whole[piece.start : piece.stop])
+        self._buffer, self._kept = whole, True
+
+    def _copy(self, piece: WirePiece, target: np.ndarray) -> None:
+        first = target.__array_interface__["data"][0]
+        for tensor, start, stop, at in piece.spans:
+            place, size = self._places[tensor]
+            nbytes = (stop - start) * size
+            self._memory.read(self._local_rank, place + start * size, first + at, nbytes)
+
+
+def addresses_of(shard: WholeShard, gradients: dict[str, np.ndarray]) -> np.ndarray:
+    """Return where the part of each gradient begins that the server of `shard` needs."""
+    found = []
+    for (tensor, start, _), _ in shard.parts:
+        gradient = gradients[shard.layout.tensors[tensor].name]
+        found.append(gradient.__array_interface__["data"][0] + start * gradient.itemsize)
+    return np.array(found, np.int64)
