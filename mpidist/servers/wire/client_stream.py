@@ -75,9 +75,9 @@ class ClientStream:
                 for raw, place in self._places(self._out, piece):
                     raw[...] = answer[place]
                 self._link.pool.give(answer)
-        sent = self._sends.reap()
+        self._sends.reap()
         self._post()
-        return sent and self.handed and self._answers.done
+        return not self._sends and self.handed and self._answers.done
 
     def _post(self) -> None:
         """Post receives of answers, and send pieces."""
