@@ -315,9 +315,10 @@ def test_large_models_of_several_workers(comm, mode, placement):
             for half in np.split(out["x"], 2):
                 assert half.min() == half.max()
             time.sleep(0.002 * (comm.rank == step % 3))
+        if isinstance(mode, md.BackupWorkers):
+            return  # the others need not wait for this worker
         group.barrier()
-        final = client.pull()["x"]
-        assert (final == steps * workers).all() or isinstance(mode, md.BackupWorkers)
+        assert (client.pull()["x"] == steps * workers).all()
 
 
 def lines_of_a_pair():
