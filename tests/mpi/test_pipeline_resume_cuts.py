@@ -59,3 +59,47 @@ def test_a_resume_cuts_anew_if_a_stage_took_longer_than_planned(comm, folder, ca
     given["steps"] = 7
     third = fit(comm, md.Pipeline(cuts=[before]), checkpoint=folder)
     assert (third.pipeline["cuts_from"], third.pipeline["plan_off"]) == ("given", None)
+
+
+@pytest.mark.ranks(4)
+def test_a_split_model_is_cut_anew_at_a_resume(comm, folder):
+    """By the times of its own last run, but not by those of a run with another split."""
+    layers = models.mlp([12, 16, 17, 3]).layers
+    layers = [*layers[:2], *[Naps(k > 2) for k in range(6)], *layers[2:]]
+    reached = {}
+
+    def fit(strategy, stop, **more):
+        model = models.Network(layers, (12,), 7)
+        result = md.train(
+            comm, model, TRAIN, strategy=strategy, optimizer=optim.momentum(0.05), seed=1,
+            global_batch=20, steps=9, microbatches=4, checkpoint=folder, stop_after=stop, **more,
+        )  # fmt: skip
+        reached[stop] = result
+        return result.pipeline
+
+    def tire(report):
+        Naps.tired = True
+
+    Naps.tired = False
+    split = {"dense1": "columns", "dense2": "rows"}
+    first = fit(md.Pipeline(stages=2, split=split), 2, callbacks=[tire])
+    assert first["cuts_from"] == "measured"
+    second = fit(md.Pipeline(stages=2, split=split, split_ranks=2), 4)
+    assert (second["cuts_from"], second["cuts_before"]) == ("changed", first["cuts"])
+    assert second["cuts"] > first["cuts"]
+    for k, other in enumerate((
+        md.Pipeline(stages=2, split={"dense1": "rows", "dense2": "rows"}),
+        md.Pipeline(stages=2, split=split),
+        md.Pipeline(stages=2),
+        md.Pipeline(stages=2, split=split, split_ranks=1),
+        md.Pipeline(stages=2, split=split),
+    )):  # fmt: skip
+        assert fit(other, 5 + k)["cuts_from"] == "measured", k
+        assert reached[5 + k].resumed_at == 4 + k
+    assert comm.allgather(second) == [second] * 4
+    expected = md.train(
+        MPI.COMM_SELF, models.Network(layers, (12,), 7), TRAIN, optimizer=optim.momentum(0.05),
+        seed=1, global_batch=20, steps=9, microbatches=4, strategy=md.AllReduce(),
+    )  # fmt: skip
+    md.free(MPI.COMM_SELF)
+    assert reached[9].train_loss == pytest.approx(expected.train_loss, rel=1e-4)

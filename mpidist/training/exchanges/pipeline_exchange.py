@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 
@@ -39,7 +40,7 @@ from ...runtime.agreement.tell_others import tell
 from ...runtime.context import free, of
 from ...runtime.polling import wait_until
 from .evaluation import add_to_digest, count_hits, shared_accuracy
-from .pipelines.pipeline_choice import ENTRY, chunk_seconds, simulated_bubble
+from .pipelines.pipeline_choice import ENTRY, chunk_seconds, shared_layers, simulated_bubble
 
 #: The number of samples of a microbatch of test data.
 _CHUNK = 128
@@ -70,6 +71,8 @@ class Stages:
     synchronous = True
     equal_state = True
     price: dict | None = None
+    split: Mapping[str, str] = MappingProxyType({})  # see `SplitStages`, also for `ways`
+    ways = 1
     wait = staticmethod(wait_until)
 
     def __init__(
@@ -242,6 +245,7 @@ class Stages:
                 "samples": choice.samples, "layers": list(choice.layers),
                 "seconds": chunk_seconds(grid, times),
                 "counts": {str(s): one for s, one in zip(stages, counts, strict=True)},
+                **shared_layers(self.split, self.ways),
             }  # fmt: skip
 
         return run_on_all(self.comm, "md.train: stages", lambda: known, together)

@@ -28,13 +28,30 @@ _MOST_SIMULATED = 500_000
 ENTRY = "pipeline"
 
 
-def last_run(comm, store, resume: bool | str) -> dict | None:
-    """Return the pipeline's entry in the newest checkpoint; None if there is none. Collective."""
+#: What the checkpoint of a run without `split` says about it; older ones say nothing.
+_WHOLE: dict[str, Any] = {"split": {}, "split_ranks": 1}
+
+
+def shared_layers(split: Mapping[str, str], ways: int) -> dict[str, Any]:
+    """Return what a checkpoint tells about layers that ranks share."""
+    return {"split": dict(split), "split_ranks": ways if split else 1}
+
+
+def last_run(
+    comm, store, resume: bool | str, split: Mapping[str, str], ways: int
+) -> dict | None:  # fmt: skip
+    """Return the pipeline's entry in the newest checkpoint; None if there is none. Collective.
+
+    Also None if that run had another `split`, or other numbers of ranks (`ways`) for a split layer:
+    its measured times are those of other parts of layers.
+    """
     path = getattr(store, "path", None)
     reads = comm.rank == 0 and path is not None and resume not in (False, "fresh")
 
     def local() -> dict | None:
-        return saved_extras(path).get(ENTRY) if reads else None
+        found = saved_extras(path).get(ENTRY) if reads else None
+        same = found and shared_layers(split, ways).items() <= {**_WHOLE, **found}.items()
+        return found if same else None
 
     return run_on_all(comm, "md.train: last cuts", local, lambda everyone: everyone[0])
 

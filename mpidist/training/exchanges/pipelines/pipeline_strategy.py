@@ -160,7 +160,9 @@ class Pipeline:
         from .pipeline_order import order_of_ranks
 
         samples = -(-global_batch // microbatches)
-        last = last_run(comm, store, resume) if isinstance(self.cuts, str) else None
+        last = None
+        if isinstance(self.cuts, str):
+            last = last_run(comm, store, resume, self.split or {}, self._ways(comm.size))
         if self.split is not None:
             return self._open_split(comm, model, optimizer, samples, microbatches, last)
         if isinstance(self.cuts, str):
