@@ -111,7 +111,8 @@ class Client:
         """Send the mean gradient over `samples` samples to the servers. Once per clock.
 
         When the call returns, the caller may overwrite the gradients, although the servers may not
-        have received them yet.
+        have received them yet. A large gradient is sent in pieces, of which a few are copied and on
+        the way at a time. So the call takes as long as the transfer, if the servers receive.
 
         Parameters
         ----------

@@ -12,7 +12,6 @@ A group that fails leaves messages unreceived, and its context is then never fre
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -30,22 +29,12 @@ from ..partition import pieces
 from ..runtime import polling, ulfm
 from ..runtime.agreement.run_on_all import run_on_all
 from ..runtime.context import Context
-from ..runtime.elastic_requests import test_all, test_one, tester
+from ..runtime.elastic_requests import test_one
 from ..runtime.ulfm import is_death, keep_alive, rank_failure
 from . import protocol
 from .deadlock import check_stuck
-from .protocol import (
-    DOWN,
-    FIRST_TAG,
-    GROUPS,
-    HEADER_BYTES,
-    NOTICE,
-    TAGS,
-    UP,
-    Header,
-    Incoming,
-    MessagePool,
-)
+from .pieces.tree_exchange import tree_exchange
+from .protocol import FIRST_TAG, GROUPS, HEADER_BYTES, NOTICE, TAGS, Header, Incoming, MessagePool
 
 _NOTICE_BYTES = 2000
 _SPINS = 200  # the number of tests before a wait yields the core
@@ -187,18 +176,22 @@ class Link:
 
     # -- messages ------------------------------------------------------------------------------
 
-    def send(self, buffer: np.ndarray, nbytes: int, dest: int, tag: int, cuts: Sequence = ()):
-        """Send the first `nbytes` of a buffer, cut at `cuts`; `reap` gives it back to the pool."""
+    def send(self, buffer: np.ndarray, nbytes: int, dest: int, tag: int) -> deque:
+        """Send the first `nbytes` of a buffer, which `reap` then gives back to the pool.
+
+        Returns the requests that are not completed, from which `reap` takes those that are.
+        """
         self.touched = True
         requests: deque[MPI.Request] = deque()
         # Stored first, so that a failed send does not free the buffer while MPI reads it.
         self._sending.append((requests, buffer, nbytes))
         self.bytes_in_flight += nbytes
-        for start, stop in cuts or pieces(0, nbytes, protocol.MESSAGE_BYTES):
+        for start, stop in pieces(0, nbytes, protocol.MESSAGE_BYTES):
             view = [buffer[start:stop], MPI.BYTE]
             requests.append(self.comm.Isend(view, dest, self.tag + tag))
         self.sent[dest] += tag == protocol.TO_SERVER
         self.count_pieces(len(requests), nbytes, 0, 0)
+        return requests
 
     def reap(self) -> bool:
         """Give buffers of completed sends back to the pool; return whether all are completed."""
@@ -400,26 +393,12 @@ class Link:
     def exchange(self, fact) -> list:
         """Return a list of the JSON values `fact` of all ranks, in rank order.
 
-        Collective over `comm`.
-
-        The values travel up a binomial tree to rank 0 and down again, with 2 messages per rank.
+        Collective over `comm`, see `tree_exchange`.
         """
-        rank, size = self.comm.rank, self.comm.size
-        lowest = rank & -rank if rank else size
-        steps = [1 << k for k in range(size.bit_length()) if 1 << k < lowest]
-        children = [rank + step for step in steps if rank + step < size]
-        known = [[rank, fact]]
         with self.doing("exchange"):
-            for child in children:
-                known += json.loads(self._take(child, UP))
-            if rank:
-                self._give([rank & (rank - 1)], UP, json.dumps(known).encode())
-                everything = self._take(rank & (rank - 1), DOWN)
-            else:
-                everything = json.dumps([fact for _, fact in sorted(known)]).encode()
-            self._give(children, DOWN, everything)
+            everything = tree_exchange(self, fact)
         self._exchanges += 1
-        return json.loads(everything)
+        return everything
 
     @contextmanager
     def pinned(self, *memory) -> Iterator[None]:
@@ -428,20 +407,6 @@ class Link:
         self._pinned.append(memory)
         yield
         self._pinned.pop()
-
-    def _give(self, ranks: Sequence[int], tag: int, data: bytes) -> None:
-        sending: list[MPI.Request] = []
-        with self.pinned(sending, data):
-            for rank in ranks:
-                sending.append(self.comm.Isend([data, MPI.BYTE], rank, self.tag + tag))
-            self.wait(lambda: test_all(sending), peers="all")
-
-    def _take(self, source: int, tag: int) -> bytes:
-        data = bytearray(self.wait_for_size(source, tag, "all"))
-        request = self.comm.Irecv([data, MPI.BYTE], source, self.tag + tag)
-        with self.pinned(request, data):
-            self.wait(tester(request), peers="all")
-        return bytes(data)
 
 
 def nothing() -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ from ..protocol import (
     selection_words,
 )
 from .client_answer import ServerAnswer, ServerCall, whole_push
-from .client_stream import ClientStream, send_copies
+from .client_stream import ClientStream, CopiedPush
 from .node_share import NodePair, NodeShare, count_shared
 from .node_stream import NodeClientStream
 from .wire_pieces import WirePiece
@@ -228,13 +229,19 @@ class ClientRequests:
     def push(self, pushes: Mapping, samples: int | None) -> None:
         """Send a push alone to all servers; later changes of the gradients have no effect on it."""
         gradients = whole_push(self.layout, pushes, {}) if self._has_pieces else None
-        for server, pieces in enumerate(self._pieces):
+        for server in self._in_turn():
+            pieces = self._pieces[server]
             if gradients is None or not pieces:
                 self.post(server, PUSH, pushes=pushes, samples=samples)
                 continue
             self.post(server, PUSH, pushes=PIECES, samples=samples)
-            send_copies(self.link, self.servers[server], self.whole[server], pieces, gradients)
+            rank = self.servers[server]
+            push = CopiedPush(self.link, rank, self.layout, pieces, gradients)
+            self.link.wait(push.handed, partial(list, (rank,)))
         self.pushed = self.clock
+
+    def _in_turn(self) -> Sequence[int]:
+        return *range(self.first, len(self.servers)), *range(self.first)
 
     def ask(
         self, flags: int, wanted: dict, results: dict, pushes=None, samples=None, known=()
@@ -278,11 +285,11 @@ class ClientRequests:
         """Return the servers to ask, in turn, and those that need not answer now; tell these."""
         flags, quiet = call.flags, []
         entering = bool(flags & CLOCK) or self.entered < self.clock
-        waiting, number = deque[Route](), len(self.servers)
-        routes = [self._route(server, call.wanted) for server in range(number)]
+        waiting = deque[Route]()
+        routes = [self._route(server, call.wanted) for server in range(len(self.servers))]
         asks_all = self._modes.asks_all(self.clock + bool(flags & CLOCK))
         may_skip = entering and not asks_all and any(parts for parts, _ in routes)
-        for server in (*range(self.first, number), *range(self.first)):
+        for server in self._in_turn():
             if not (routes[server][0] or entering):
                 continue
             self.silent[server] += 1

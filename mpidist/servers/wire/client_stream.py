@@ -9,17 +9,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from ..layout.placement import ServerLayout
-from ..layout.routing import WholeShard
 from ..link import Link
 from ..pieces.piece_transfers import PieceReceives, PieceSends
 from ..protocol import PIECE_DOWN, PIECE_UP
 from .wire_pieces import WirePiece, allowed
+
+#: Seconds without progress after which MPI gets all pieces of a push alone. Tests change it.
+LATE = 0.25
 
 
 class ClientStream:
@@ -72,7 +75,7 @@ class ClientStream:
         for number, answer in self._answers.take():
             piece = self._pieces[number]
             if len(piece.spans) > 1:
-                for raw, place in self._places(self._out, piece):
+                for raw, place in places_in(self._layout, self._out, piece):
                     raw[...] = answer[place]
                 self._link.pool.give(answer)
         self._sends.reap()
@@ -91,7 +94,7 @@ class ClientStream:
             piece = self._pieces[number]
             memory = self._memory(self._gradients, piece)
             if len(piece.spans) > 1:
-                for raw, place in self._places(self._gradients, piece):
+                for raw, place in places_in(self._layout, self._gradients, piece):
                     memory[place] = raw
             sends.send(memory, self._ranks, len(piece.spans) > 1)
             self._link.moved = True
@@ -104,16 +107,17 @@ class ClientStream:
         """Return the bytes of a piece in `arrays`, or memory for a piece with several spans."""
         if len(piece.spans) > 1:
             return self._link.pool.take(piece.nbytes)
-        ((raw, _),) = self._places(arrays, piece)
+        ((raw, _),) = places_in(self._layout, arrays, piece)
         return raw
 
-    def _places(self, arrays: Mapping[str, np.ndarray], piece: WirePiece):
-        """Yield the bytes of each span of a piece in `arrays`, and their place in the piece."""
-        for tensor, start, stop, at in piece.spans:
-            name, _, dtype, *_ = self._layout.tensors[tensor]
-            size = dtype.itemsize
-            raw = arrays[name][start * size : stop * size]
-            yield raw, slice(at, at + raw.size)
+
+def places_in(layout: ServerLayout, arrays: Mapping[str, np.ndarray], piece: WirePiece):
+    """Yield the bytes of each span of a piece in `arrays`, and their place in the piece."""
+    for tensor, start, stop, at in piece.spans:
+        name, _, dtype, *_ = layout.tensors[tensor]
+        size = dtype.itemsize
+        raw = arrays[name][start * size : stop * size]
+        yield raw, slice(at, at + raw.size)
 
 
 def _raw(arrays: Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray]:
@@ -138,19 +142,42 @@ def can_share(gradients: Mapping[str, np.ndarray], out: Mapping[str, np.ndarray]
     return all(1 in map(len, map(set, zip(*each, strict=True))) for each in users.values())
 
 
-def send_copies(
-    link: Link,
-    rank: int,
-    shard: WholeShard,
-    pieces: Sequence[WirePiece],
-    gradients: Mapping[str, np.ndarray],
-) -> None:
-    """Send copies of the pieces of a push, all at once; the caller does not wait for anything.
+class CopiedPush:
+    """A push alone in pieces, which are sent from copies, a few at a time.
 
-    The server limits how many of them are on the way, by its receives.
+    Each piece is copied just before it is sent, so the worker needs memory for `WINDOW` pieces, and
+    may change its gradients as soon as MPI has all pieces. If the server takes none for `LATE`
+    seconds (it may serve from inside the calls of a worker that computes), MPI gets the others at
+    once, because a push waits for nobody.
     """
-    buffer = link.pool.take(shard.nbytes)
-    for part, view in shard.views(buffer, 0):
-        tensor, start, stop = part.piece
-        view[...] = gradients[shard.layout.tensors[tensor].name][start:stop]
-    link.send(buffer, shard.nbytes, rank, PIECE_UP, [(p.start, p.stop) for p in pieces])
+
+    def __init__(
+        self,
+        link: Link,
+        rank: int,
+        layout: ServerLayout,
+        pieces: Sequence[WirePiece],
+        gradients: Mapping[str, np.ndarray],
+    ):
+        self._link, self._rank, self._layout, self._pieces = link, rank, layout, pieces
+        self._gradients, self._begun = _raw(gradients), 0
+        self._flying: list[Sequence] = []
+        self._late = time.monotonic() + LATE
+
+    def handed(self) -> bool:
+        """Send the pieces that are allowed; return whether MPI has all of them."""
+        self._link.reap()
+        self._flying = [requests for requests in self._flying if requests]
+        number, now = len(self._pieces), time.monotonic()
+        todo = allowed(number, self._begun, self._begun - len(self._flying))
+        if now > self._late:
+            todo = range(self._begun, number)
+        if todo:
+            self._late, self._link.moved = now + LATE, True
+        for piece in map(self._pieces.__getitem__, todo):
+            memory = self._link.pool.take(piece.nbytes)
+            for raw, place in places_in(self._layout, self._gradients, piece):
+                memory[place] = raw
+            self._flying.append(self._link.send(memory, piece.nbytes, self._rank, PIECE_UP))
+            self._begun += 1
+        return self._begun == number
