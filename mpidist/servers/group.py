@@ -35,6 +35,7 @@ from .link import GroupCall, Link
 from .model_facts import Request, check_function
 from .modes.model_changes import ModelChanges
 from .modes.stale_gradients import KeepStale, Stale
+from .pieces.checksums import Checksums
 from .protocol import BARRIER, BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER
 from .rows.cache_policy import RowCache
 from .rows.open_rows import OpenRows
@@ -61,6 +62,8 @@ class ServerGroup(OnlineShares):
         serve from inside the calls of their clients, so that a long computation between two calls
         delays the other workers. A list has the server ranks that only serve; the other servers
         work, too.
+    checksums : bool
+        Whether receivers check a CRC-32 of each message; see `pieces.checksums`.
 
     Attributes
     ----------
@@ -81,9 +84,10 @@ class ServerGroup(OnlineShares):
         *,
         servers: int | Sequence[int] | Mapping[int, float] | str = 1,
         placement: str | Sequence[int] = "dedicated",
+        checksums: bool = False,
     ):
         context = of(comm)
-        roles = agree_on_roles(comm, servers, placement)
+        roles = agree_on_roles(comm, servers, placement, checksums)
         # The number of this group among the groups of the communicator gives the group its tags.
         number = context.store["server groups"] = context.store.get("server groups", -1) + 1
         self.comm, self.link = comm, Link(context, number)
@@ -93,8 +97,8 @@ class ServerGroup(OnlineShares):
         self._everyone: list[dict] | None = None
         self._served = self.closed = self.replicated = self.votes = False
         self.server_ranks, self.worker_ranks, self.shares, self.placement = roles
-        self.is_server = comm.rank in self.server_ranks
-        self.is_worker = comm.rank in self.worker_ranks
+        self.link.checksums = Checksums(self.link, *roles[:2]) if checksums else None
+        self.is_server, self.is_worker = (comm.rank in ranks for ranks in roles[:2])
         # `Split` blocks, but no rank waits long, because all ranks have just agreed on this call.
         split = comm.Split(0 if self.is_worker else MPI.UNDEFINED)
         self.workers = None if split == MPI.COMM_NULL else split
@@ -193,8 +197,7 @@ class ServerGroup(OnlineShares):
             On all ranks: the arguments differ between ranks.
         """
         mode = BSP() if consistency is None else consistency
-        # The name becomes a plain str, because `close` sends names as Python literals, and a
-        # subclass of str may have another ``repr``.
+        # A plain str, because `close` sends its ``repr``, and a subclass may have another one.
         name = str.__str__(name) if isinstance(name, str) else name
         policy = KeepStale() if stale is None else stale
         optimizer, clip_norm = chosen_update(optimizer, update, clip_norm)
@@ -400,8 +403,7 @@ class ServerGroup(OnlineShares):
                 with link.doing("serve until all have left"):
                     link.wait(lambda: server.done, server.present, "worker")
             link.wait(link.reap)
-            # The reports are sent as Python literals, because JSON would turn keys that are whole
-            # numbers into texts.
+            # As Python literals, because JSON would turn keys that are whole numbers into texts.
             self._everyone = list(map(literal_eval, link.exchange(repr(self._facts()))))
             self._end()
         if self.workers is not None:

@@ -115,6 +115,10 @@ class Link:
         Whether a piece of a message has arrived in a wait, whose idle time then begins again.
     waits : dict
         The seconds waited for each kind of peer.
+    checksums : Checksums or None
+        The checksums of messages, if the group wants them.
+    models : list of Hosted
+        The models on this server.
     trail : events.Trail
         The requests that this rank has sent and served.
     """
@@ -136,6 +140,8 @@ class Link:
         self.receiving: set[Any] = set()  # messages and streams whose memory MPI uses
         # Messages to the server of each rank, and from the worker of each rank to the server here.
         self.sent, self.taken = [0] * self.comm.size, [0] * self.comm.size
+        self.checksums: Any = None
+        self.models: list = []
         self.doors: Any = None  # the first memory that this rank shares with others of its host
         self._pinned: list = []  # requests and buffers to keep if a wait fails
 
@@ -185,6 +191,8 @@ class Link:
         requests: deque[MPI.Request] = deque()
         # Stored first, so that a failed send does not free the buffer while MPI reads it.
         self._sending.append((requests, buffer, nbytes))
+        if self.checksums is not None:
+            self.checksums.before_send(buffer, nbytes, dest, tag)
         self.bytes_in_flight += nbytes
         for start, stop in pieces(0, nbytes, protocol.MESSAGE_BYTES):
             view = [buffer[start:stop], MPI.BYTE]

@@ -27,6 +27,7 @@ def parameter_server(
     servers: int | Sequence[int] | Mapping[int, float] | str = 1,
     consistency: Consistency | None = None,
     placement: str | Sequence[int] = "dedicated",
+    checksums: bool = False,
     seed: int = 0,
     global_batch: int | None = None,
     nonfinite: str = "raise",
@@ -45,7 +46,7 @@ def parameter_server(
     block. The docstrings of `ServerGroup`, `ServerGroup.add` and `ServerGroup.serve` explain the
     arguments.
     """
-    with ServerGroup(comm, servers=servers, placement=placement) as group:
+    with ServerGroup(comm, servers=servers, placement=placement, checksums=checksums) as group:
         check_function(on_pause)
         client = group.add(
             "model",

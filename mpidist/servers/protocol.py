@@ -3,7 +3,7 @@
 A push, a pull or a fused push-pull sends one message to each server, and each server answers with
 one message. A message has these parts in one contiguous buffer:
 
-    | header: 16 int64 | push selection | pull selection | push data, parts aligned to 8 bytes |
+    | header: 128 bytes | push selection | pull selection | push data, parts aligned to 8 bytes |
 
 A selection lists the tensors, or the rows of tensors, to push or pull (see `routing`). A message of
 more than `MESSAGE_BYTES` is sent in pieces. The first piece contains the header, and the header
@@ -26,7 +26,7 @@ from ..partition import pieces
 from ..runtime.elastic_requests import test_one
 
 MAGIC = 0x6D70696470737276  # the characters "mpidpsrv"
-FORMAT = 1
+FORMAT = 2
 
 #: The largest single MPI message in bytes; a count must fit in 31 bits. Tests lower this number.
 MESSAGE_BYTES = 1 << 30
@@ -57,16 +57,20 @@ PIECES, STREAM, MEMORY = -2, -3, -4
 # server sends messages to itself.
 DECISION, TO_SERVER, TO_WORKER, NOTICE, VALUES, UP, DOWN, VOTE, COPY = 0, 1, 2, 3, 4, 5, 6, 7, 8
 PIECE_UP, PIECE_DOWN, SQUARES = 9, 10, 11
+#: The tag of the checksum of a piece, after that of the piece, see `checksums`.
+SUMS = 3
 
 #: The flags by which a server says that it has got an update for its copy, and that it sends none.
 ACKNOWLEDGE, NO_MORE = CLOCK, BYE
 
 # Groups share the control communicator of their context, and each group has its own tags there.
 # MPI guarantees tags up to 32,767 only, so tags are used again after `GROUPS` groups.
-FIRST_TAG, TAGS, GROUPS = 16_384, 12, 1_365
+FIRST_TAG, TAGS, GROUPS = 16_384, 14, 1_170
 
-_STRUCT = struct.Struct("<16q")
+# The magic number, the format, the checksum or 0, and the fields of `Header`.
+_STRUCT = struct.Struct("<qII14q")
 HEADER_BYTES = _STRUCT.size
+CHECKED_FROM = 16  # the checksum is of all bytes from here on
 
 
 class Header(NamedTuple):
@@ -93,12 +97,12 @@ class Header(NamedTuple):
 
     def write(self, buffer: np.ndarray) -> None:
         """Write the header to the front of a byte buffer."""
-        _STRUCT.pack_into(buffer.data, 0, MAGIC, FORMAT, *self)
+        _STRUCT.pack_into(buffer.data, 0, MAGIC, FORMAT, 0, *self)
 
 
 def write_header(buffer: np.ndarray, *fields: int) -> None:
     """Write all fields of a `Header` to the front of a byte buffer, without making a `Header`."""
-    _STRUCT.pack_into(buffer.data, 0, MAGIC, FORMAT, *fields)
+    _STRUCT.pack_into(buffer.data, 0, MAGIC, FORMAT, 0, *fields)
 
 
 def read_header(buffer: np.ndarray, nbytes: int, rank: int) -> Header:
@@ -120,7 +124,7 @@ def read_header(buffer: np.ndarray, nbytes: int, rank: int) -> Header:
             f"parameter server: rank {rank} speaks message format {form}, this rank {FORMAT}; "
             "all ranks must run the same mpidist"
         )
-    header = tuple.__new__(Header, numbers[2:])  # takes half of the time of `Header`
+    header = tuple.__new__(Header, numbers[3:])  # takes half of the time of `Header`
     words = header.push_words
     if header.total < nbytes or words < MEMORY or header.pull_words < MEMORY:
         raise ProtocolError(f"parameter server: damaged header from rank {rank}: {header}")
@@ -224,6 +228,8 @@ class Incoming:
                 self._open(status.Get_count(MPI.BYTE))
         if self in self._link.receiving:
             self._link.receiving.remove(self)
+            if self._link.checksums is not None:
+                self._link.checksums.check(self.buffer, self.header, self.source, self._tag)
             self._link.taken[self.source] += self._tag == self._link.tag + TO_SERVER
         return True
 

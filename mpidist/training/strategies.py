@@ -20,6 +20,7 @@ from ..gradients.gradient_buckets import bucket_bytes
 from ..registry import build, look_up
 from ..servers.balance.rebalance import Rebalance, rebalance_policy
 from ..servers.consistency import ASP, BSP, SSP, Consistency
+from ..servers.layout.agree_on_roles import check_checksums
 from ..servers.layout.roles import AUTO, choose_ranks, has_shares, listed_shares, ranks_asked
 from ..servers.model_facts import check_device_name, check_nonfinite
 from ..servers.modes.backup_workers import BackupWorkers
@@ -138,6 +139,8 @@ class ParameterServer:
         servers smaller shares, see `ServerGroup.rebalance`. By default, shares do not change.
     server_device : "cpu" or "gpu"
         Where servers update the model, see `ServerGroup.add`.
+    checksums : bool
+        Whether receivers check a CRC-32 of each message, see `ServerGroup`.
     """
 
     servers: int | Sequence[int] | Mapping[int, float] | str = 1
@@ -151,6 +154,7 @@ class ParameterServer:
     changes: Mapping[int, Consistency] | ModePolicy | None = None
     rebalance: Rebalance | str | int | Mapping | None = None
     server_device: str = "cpu"
+    checksums: bool = False
     survives: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -175,6 +179,7 @@ class ParameterServer:
                 )
         check_nonfinite(self.nonfinite)
         check_device_name(self.server_device)
+        check_checksums(self.checksums)
         object.__setattr__(self, "stale", stale_policy(self.stale))
         known = is_whole_number(self.replicas) and self.replicas in (0, 1)
         expect(known, "replicas", self.replicas, "0 or 1: how many copies of each partition")
@@ -241,6 +246,7 @@ def _parameter_server(
     changes=None,
     rebalance=None,
     server_device="cpu",
+    checksums=False,
 ) -> ParameterServer:
     given = {"staleness": staleness, "low": low, "high": high, "rule": rule, "count": count}
     settings = {name: value for name, value in given.items() if value is not None}
@@ -265,7 +271,7 @@ def _parameter_server(
         choose_ranks(2, some, placement)
     strategy = ParameterServer(
         servers, mode, placement, nonfinite, stale_policy(stale), replicas, push_every, pull_every,
-        _changes(changes), rebalance, server_device,
+        _changes(changes), rebalance, server_device, checksums,
     )  # fmt: skip
     check_copies(replicas, asked if isinstance(asked, int) else len(ranks))
     return strategy

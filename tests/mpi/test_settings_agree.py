@@ -24,6 +24,7 @@ BAD, OTHER = "bad", "other"
 GROUP = {
     "servers": [("two", BAD, "servers='two'"), (0, BAD, "servers=0"), (2, OTHER, "servers")],
     "placement": [(7, BAD, "placement is 7"), ("colocated", OTHER, "placement")],
+    "checksums": [(1, BAD, "checksums=1"), (True, OTHER, "checksums")],
 }
 ADD = {
     "name": [(5, BAD, "name=5"), ("other", OTHER, "name")],

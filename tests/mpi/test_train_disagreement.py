@@ -263,6 +263,7 @@ STRATEGIES = [
     (md.ParameterServer(1), "changes", {3: md.ASP()}),
     (md.ParameterServer(1), "rebalance", 9),
     (md.ParameterServer(1), "server_device", "gpu"),
+    (md.ParameterServer(1), "checksums", True),
     (md.Pipeline(), "stages", 3),
     (md.Pipeline(cuts=[1, 2]), "cuts", [2, 3]),
     (md.Pipeline(stages=3), "replicas", [1, 1, 1]),

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from mpi4py import MPI
 
+from ...errors import ConfigError, shown
 from ...runtime.agreement.run_on_all import run_on_all, same_on_all
 from .roles import AUTO, balanced_shares, choose_ranks, ranks_asked
 
@@ -20,14 +21,15 @@ class Roles(NamedTuple):
     placement: str | list[int]
 
 
-def agree_on_roles(comm: MPI.Comm, servers, placement) -> Roles:
+def agree_on_roles(comm: MPI.Comm, servers, placement, checksums: bool = False) -> Roles:
     """Check the arguments of `ServerGroup` and compare them over all ranks. Collective."""
 
     def describe() -> dict:
         asked = ranks_asked(servers)
         choose_ranks(comm.size, asked, placement)
         only_serve = placement if isinstance(placement, str) else sorted(map(int, placement))
-        return {"servers": asked, "placement": only_serve}
+        check_checksums(checksums)
+        return {"servers": asked, "placement": only_serve, "checksums": checksums}
 
     # Ranks may have passed different arguments, so an error on one rank is raised on all ranks.
     agreed = same_on_all(comm, "ServerGroup", describe)
@@ -39,3 +41,9 @@ def agree_on_roles(comm: MPI.Comm, servers, placement) -> Roles:
     serving, working = choose_ranks(comm.size, asked, placed)
     parts = [asked[rank] if isinstance(asked, dict) else 1.0 for rank in serving]
     return Roles(serving, working, [part / sum(parts) for part in parts], placed)
+
+
+def check_checksums(checksums) -> None:
+    """Raise ConfigError if the argument `checksums` is not true or false."""
+    if not isinstance(checksums, bool):
+        raise ConfigError(f"checksums={shown(checksums)}; expected True or False")

@@ -37,6 +37,8 @@ class CollectedPush:
         The bytes of the data of a whole message.
     has_room : callable
         Whether the server has memory for a number of bytes now. The first piece arrives only then.
+    model : str, optional
+        The model, for error texts.
 
     Attributes
     ----------
@@ -53,8 +55,9 @@ class CollectedPush:
         pieces: Sequence[WirePiece],
         nbytes: int,
         has_room: Callable[[int], bool],
+        model: str = "",
     ):
-        self._link, self._pieces, self._has_room = link, pieces, has_room
+        self._link, self._pieces, self._has_room, self._model = link, pieces, has_room, model
         self.source, self.buffer, self._first = message.source, message.buffer, message.header.total
         self.header = message.header._replace(push_words=ALL, total=self._first + nbytes)
         self._receives: PieceReceives | None = None
@@ -73,7 +76,7 @@ class CollectedPush:
             self.buffer[: self._first] = message[: self._first]
             self._link.pool.give(message)
             self._receives = PieceReceives(
-                self._link, self.source, PIECE_UP, self._pieces, self._memory
+                self._link, self.source, PIECE_UP, self._pieces, self._memory, self._model
             )
         self._receives.take()
         self._receives.post(self._receives.here)
@@ -100,4 +103,4 @@ class Arrivals(dict):
     def collect(self, link: Link, worker: int, message: Incoming, model: Any) -> None:
         """Begin to receive the pieces of a push, which is handled when all are here."""
         pieces, nbytes = model.due.pieces, model.whole.nbytes
-        self[worker] = CollectedPush(link, message, pieces, nbytes, self.has_room)
+        self[worker] = CollectedPush(link, message, pieces, nbytes, self.has_room, model.name)

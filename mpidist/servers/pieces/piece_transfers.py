@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 from ...runtime.elastic_requests import test_one
 from ..link import Link
-from ..protocol import check_piece
+from ..protocol import SUMS, check_piece
 from ..wire.wire_pieces import WirePiece, allowed
 
 
@@ -33,6 +33,8 @@ class PieceReceives:
     pieces : sequence of WirePiece
     memory : callable
         Returns the bytes into which the piece of a number is received.
+    model : str, optional
+        The model, for error texts.
 
     Attributes
     ----------
@@ -47,12 +49,14 @@ class PieceReceives:
         tag: int,
         pieces: Sequence[WirePiece],
         memory: Callable[[int], np.ndarray],
+        model: str = "",
     ):
         self.here = self._begun = 0
         self._link, self._source, self._tag = link, source, link.tag + tag
         self._pieces, self._memory = pieces, memory
         self._requests: deque[tuple[MPI.Request, np.ndarray]] = deque()
-        self._status = MPI.Status()
+        self._sums: deque[tuple[MPI.Request, np.ndarray]] = deque()  # of the checksums
+        self._status, self._model = MPI.Status(), model
 
     def post(self, free: int) -> None:
         """Post receives of the next pieces, up to `WINDOW` beyond the first `free` pieces.
@@ -61,24 +65,36 @@ class PieceReceives:
         """
         for number in allowed(len(self._pieces), self._begun, free):
             self._link.receiving.add(self)
-            memory = self._memory(number)
-            request = self._link.comm.Irecv([memory, MPI.BYTE], self._source, self._tag)
+            memory, comm = self._memory(number), self._link.comm
+            if self._link.checksums is not None:
+                words = np.empty(8, np.uint8)
+                request = comm.Irecv([words, MPI.BYTE], self._source, self._tag + SUMS)
+                self._sums.append((request, words))
+            request = comm.Irecv([memory, MPI.BYTE], self._source, self._tag)
             self._requests.append((request, memory))
             self._begun = number + 1
 
     def take(self) -> list[tuple[int, np.ndarray]]:
         """Return the numbers and the memory of the pieces that have arrived since the last call."""
         requests, found = self._requests, []
-        while requests and test_one(requests[0][0], self._status):
+        while requests and self._is_here(requests[0][0]):
             got = self._status.Get_count(MPI.BYTE)
             check_piece(got, self._pieces[self.here].nbytes, self._source)
-            found.append((self.here, requests.popleft()[1]))
+            found.append((self.here, memory := requests.popleft()[1]))
+            if self._sums:
+                where, words = (self._source, self._tag, self._model), self._sums.popleft()[1]
+                self._link.checksums.check_piece(memory, words, *where)
             self.here += 1
         if found:
             self._link.moved = True
             if self.done:
                 self._link.receiving.discard(self)
         return found
+
+    def _is_here(self, request: MPI.Request) -> bool:
+        if self._sums and not test_one(self._sums[0][0], self._status):
+            return False
+        return test_one(request, self._status)
 
     @property
     def done(self) -> bool:
@@ -102,6 +118,8 @@ class PieceSends:
         link = self.link
         link.receiving.add(self)
         for k, rank in enumerate(ranks, 1):
+            if link.checksums is not None:
+                link.checksums.send_sum(memory, rank, self._tag - link.tag)
             request = link.comm.Isend([memory, MPI.BYTE], rank, self._tag)
             self._sends.append((request, memory if pooled and k == len(ranks) else None))
 

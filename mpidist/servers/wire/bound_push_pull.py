@@ -88,18 +88,20 @@ class BoundExchange:
         write_header(
             self.push, FLAGS, model, clock, total, ALL, ALL, samples, 0, entered, 0, 0, 0, *note
         )  # fmt: skip
+        if link.checksums is not None:
+            link.checksums.seal(self.push, total)
         self.sent = link.comm.Isend([self.push, MPI.BYTE], self.rank, link.tag + TO_SERVER)
         link.sent[self.rank] += 1
 
-    def is_here(self, status: MPI.Status) -> bool:
+    def is_here(self, link: Link, status: MPI.Status) -> bool:
         """Whether the answer is here, and the push is sent. Copies the answer, once."""
         if self.operation[OPEN]:
             if not test_one(self.received, status):
                 return False
-            self.take(status.Get_count(MPI.BYTE))
+            self.take(status.Get_count(MPI.BYTE), link)
         return test_one(self.sent, status)
 
-    def take(self, nbytes: int) -> None:
+    def take(self, nbytes: int, link: Link) -> None:
         """Copy the parameters in an answer of `nbytes` bytes."""
         self.header = header = read_header(self.answer, nbytes, self.rank)
         if header.total != self.answer.size:
@@ -107,6 +109,8 @@ class BoundExchange:
                 f"parameter server: rank {self.rank} answers {header.total} bytes, expected "
                 f"{self.answer.size}"
             )
+        if self.by_messages and link.checksums is not None:
+            link.checksums.check(self.answer, header, self.rank, link.tag + TO_WORKER)
         self.operation[OPEN] = False
         for view, target in self.unpacks:
             target[...] = view
@@ -214,9 +218,9 @@ class BoundPushPull:
         return [one.rank for one in self._open]
 
     def _all_here(self) -> bool:
-        status = self._status
+        link, status = self._link, self._status
         while self._open:
-            if not self._open[-1].is_here(status):
+            if not self._open[-1].is_here(link, status):
                 return False
             self._open.pop()
         return True

@@ -62,11 +62,11 @@ class MailExchange(BoundExchange):
         self._number = line[RUNG] + 1
         line[RUNG] = self._number  # after the data, see `node_share`
 
-    def is_here(self, status) -> bool:
+    def is_here(self, link: Link, status) -> bool:
         """Whether the answer is here; then copy it."""
         if self._answered[ANSWERED] != self._number:
             return False
-        self.take(self.answer.size)
+        self.take(self.answer.size, link)
         return True
 
 

@@ -98,6 +98,7 @@ class Served(WholeModel):
         self.kept = Kept(strategy.servers) if kept is None else kept
         self.elastic = kept is not None
         roles = {"servers": self.kept.servers, "placement": strategy.placement}
+        roles["checksums"] = strategy.checksums
         self.group: Any
         if self.elastic:
             self.group = ElasticServerGroup(comm, **roles)
