@@ -60,7 +60,7 @@ class Server:
     def __init__(self, link: Link, index: int, workers: Sequence[int], servers: Sequence[int]):
         self.link, self.index, self.workers = link, index, list(workers)
         self.decisions = Decisions(link, servers)
-        self.models: list[Hosted] = link.models
+        self.models: list[Hosted] = []
         self.on_pause: Callable[[Any], None] | None = None
         self.on_call: Callable[[Any], None] = lambda call: None  # a call of the workers' group
         self.in_pause = False  # whether `on_pause` runs
@@ -79,7 +79,7 @@ class Server:
         self._arriving = Arrivals()
         self._answers: deque[tuple[Hosted, int, Pull, int, int]] = deque()
         self._turn = 0
-        link.trail.about = self._clocks
+        link.trail.about, link.models = self._clocks, self.models
 
     def present(self) -> list[int]:
         """Return the ranks of the workers that have not left."""

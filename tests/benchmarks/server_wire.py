@@ -2,14 +2,16 @@
 
     mpirun -n 2 python -m benchmarks.server_wire node [--mode asp]      1 worker and 1 server
     mpirun -n 3 python -m benchmarks.server_wire sharing --mode asp     2 workers and 1 server
+    mpirun -n 2 python -m benchmarks.server_wire node --checksums       and with checksums
     mpirun -n 9 python -m benchmarks.server_wire memory                 8 workers and 1 server
     python -m benchmarks.server_wire net [--layouts 4+4,2+2,3+1auto]    needs root, calls mpirun
 
 `node` alternates a push_pull with the same exchange by hand: one message each way, and the same
-update. `net` compares with a plain TCP stream of as many bytes as each host sends in a push_pull,
-and with `md.allreduce` on as many hosts as there are workers. "3+1auto" has BytePS's shares: the
-workers serve, too. `sharing` alternates shared memory and messages, with one server. `memory`
-measures how far the memory of a server and of a worker grows, after a small model has been trained,
+update; with `--checksums` also a push_pull with checksums, all by messages. `net` compares with a
+plain TCP stream of as many bytes as each host sends in a push_pull, and with `md.allreduce` on as
+many hosts as there are workers. "3+1auto" has BytePS's shares: the workers serve, too. `sharing`
+alternates shared memory and messages, with one server. `memory` measures how far the memory of a
+server and of a worker grows, after a small model has been trained,
 so that modules and connections do not count: the peak of what is resident (RSS), in which the
 server's parameters count in each process that reads them, and, between two steps, the proportional
 share (PSS), in which each page counts once on the node.
@@ -49,7 +51,7 @@ def node(args) -> None:
     import mpidist as md
     from mpidist.servers.wire import node_share
 
-    node_share.enabled = not args.no_sharing
+    node_share.enabled = not (args.no_sharing or args.checksums)
     comm, mode = MPI.COMM_WORLD, _mode(args)
     worker = comm.rank == 0
     for nbytes in args.sizes:
@@ -70,10 +72,11 @@ def node(args) -> None:
                 sgd.update({"w": gradient}, state, {"w": here})
                 raw.Isend(here, 0, 1).Wait()
 
-        times: dict[str, list[float]] = {"raw": [], "push_pull": []}
+        times: dict[str, list[float]] = {"raw": [], "push_pull": [], "checked": []}
         inner = max(1, min(50, (1 << 16) // nbytes))
-        for _ in range(3):
-            with md.ServerGroup(comm, servers=1) as group:
+        kinds = ["push_pull", "checked"] if args.checksums else ["push_pull"]
+        for kind in 3 * kinds:
+            with md.ServerGroup(comm, servers=1, checksums=kind == "checked") as group:
                 client = group.add("m", model, optimizer=md.optim.sgd(0.1), consistency=mode)
                 if client is None:
                     group.serve()
@@ -85,7 +88,7 @@ def node(args) -> None:
                         for _ in range(inner):
                             client.push_pull(grads, out=out)
                         if k > 1:
-                            times["push_pull"].append((time.perf_counter() - start) / inner)
+                            times[kind].append((time.perf_counter() - start) / inner)
             for k in range(rounds // 3 + 2):
                 start = time.perf_counter()
                 for _ in range(inner):
@@ -96,6 +99,13 @@ def node(args) -> None:
         if worker:
             ours, theirs = (1e6 * statistics.median(times[name]) for name in ("push_pull", "raw"))
             best = min(times["push_pull"]) / min(times["raw"])
+            if args.checksums:
+                checked = 1e6 * statistics.median(times["checked"])
+                fastest = min(times["checked"]) / min(times["push_pull"])
+                print(
+                    f"{nbytes:>10} B  checked {checked:11.1f} us  over push_pull "
+                    f"{checked / ours:5.2f}  of the fastest {fastest:5.2f}"
+                )
             print(
                 f"{nbytes:>10} B  push_pull {ours:9.1f} us  raw {theirs:9.1f} us  "
                 f"ratio {ours / theirs:5.2f}  of the fastest {best:5.2f}  load {_load()}",
@@ -296,6 +306,7 @@ def main() -> None:
     parser.add_argument("--rate", default="200mbit")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-sharing", action="store_true", help="node, memory: send messages")
+    parser.add_argument("--checksums", action="store_true", help="node: with checksums, too")
     parser.add_argument("--json")
     parser.add_argument("--options", type=str.split, default=[])
     args = parser.parse_args()
