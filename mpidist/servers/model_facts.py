@@ -156,6 +156,12 @@ def check_stale(asked: Request) -> None:
         )
 
 
+def check_checksums(checksums) -> None:
+    """Raise ConfigError if the argument `checksums` of a group is not true or false."""
+    if not isinstance(checksums, bool):
+        raise ConfigError(f"checksums={shown(checksums)}; expected True or False")
+
+
 def check_nonfinite(nonfinite, where: str = "") -> None:
     """Raise ConfigError if `nonfinite` is neither "raise" nor "drop"."""
     if not isinstance(nonfinite, str) or nonfinite not in NONFINITE:

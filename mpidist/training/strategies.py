@@ -20,9 +20,8 @@ from ..gradients.gradient_buckets import bucket_bytes
 from ..registry import build, look_up
 from ..servers.balance.rebalance import Rebalance, rebalance_policy
 from ..servers.consistency import ASP, BSP, SSP, Consistency
-from ..servers.layout.agree_on_roles import check_checksums
 from ..servers.layout.roles import AUTO, choose_ranks, has_shares, listed_shares, ranks_asked
-from ..servers.model_facts import check_device_name, check_nonfinite
+from ..servers.model_facts import check_checksums, check_device_name, check_nonfinite
 from ..servers.modes.backup_workers import BackupWorkers
 from ..servers.modes.dynamic_bound import DSSP
 from ..servers.modes.mode_policy import ModePolicy, mode_policy

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from mpi4py import MPI
 
-from ...errors import ConfigError, shown
 from ...runtime.agreement.run_on_all import run_on_all, same_on_all
+from ..model_facts import check_checksums
 from .roles import AUTO, balanced_shares, choose_ranks, ranks_asked
 
 
@@ -41,9 +41,3 @@ def agree_on_roles(comm: MPI.Comm, servers, placement, checksums: bool = False) 
     serving, working = choose_ranks(comm.size, asked, placed)
     parts = [asked[rank] if isinstance(asked, dict) else 1.0 for rank in serving]
     return Roles(serving, working, [part / sum(parts) for part in parts], placed)
-
-
-def check_checksums(checksums) -> None:
-    """Raise ConfigError if the argument `checksums` is not true or false."""
-    if not isinstance(checksums, bool):
-        raise ConfigError(f"checksums={shown(checksums)}; expected True or False")
