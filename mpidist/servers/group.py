@@ -235,10 +235,7 @@ class ServerGroup(OnlineShares):
             client.removed |= client.name == name
 
     def hosted(self, name: str) -> tuple[Server, Hosted] | None:
-        """Return this rank's server and its part of a model, or None if this rank is no server.
-
-        Works also after the group has ended.
-        """
+        """Return this rank's server and its part of a model, or None; also after the group."""
         if self._server is None:
             return None
         return self._server, next(each for each in self._server.models if each.name == name)
