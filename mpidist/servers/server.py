@@ -307,12 +307,14 @@ class Server:
                 answer = (model, action.worker, action.item, action.gap, held)
                 if action.item.box is not None:  # its worker looks for it all the time
                     self._write(*answer)
-                elif self.copies is None or not self.copies.answered_later(model, answer):
-                    self._answers.append(answer)
-                if action.item.pieces == protocol.STREAM:
+                elif self.copies is not None and self.copies.answered_later(model, answer):
+                    pass
+                elif action.item.pieces == protocol.STREAM:
                     # The worker copies this version now, so the header is that of this version.
-                    self._answers.rotate(1)
+                    self._answers.appendleft(answer)
                     self.link.send(*self._next_answer(), TO_WORKER)
+                else:
+                    self._answers.append(answer)
         return bool(done)
 
     def _bytes_to_send(self) -> int:

@@ -2,8 +2,8 @@
 
     mpiexec -n 5 python tests/mpi/fuzz_servers.py [groups] [seed]
 
-Every group draws from one seed: servers and their placement, a mode, pieces, votes and
-copies as in elastic runs, an optimizer of the user's own, and what each worker calls in each clock.
+Every group draws from one seed: servers and their placement, a mode, pieces, checksums, votes
+and copies as in elastic runs, an optimizer of the user's own, and the calls of each worker.
 Gradients are small integers, so that every sum is exact. A whole push has one number in all
 elements, so a pull that mixes two versions of a server is found.
 """
@@ -152,11 +152,13 @@ def run(comm, seed):
     elastic = servers > 1 and not mode.startswith("backup") and bool(rng.integers(0, 3) == 0)
     copies = elastic and bool(rng.integers(0, 2))
     own, shared = bool(rng.integers(0, 4) == 0), bool(rng.integers(0, 3) == 0)
+    checked = bool(rng.integers(0, 3) == 0)
     drawn = (seed, servers, placement, mode, limit, window, room, shared, elastic, copies, own)
+    drawn += (checked,)
     kind = ElasticServerGroup if elastic else md.ServerGroup
     with (
         pieces_of(limit, window, room, shared),
-        kind(comm, servers=servers, placement=placement) as group,
+        kind(comm, servers=servers, placement=placement, checksums=checked) as group,
     ):
         if elastic:
             group.vote(copies=copies)
