@@ -301,7 +301,7 @@ def _check_memory(
     nodes: Sequence[tuple[str, int | None]],
     servers: Sequence[int],
 ) -> None:
-    """Raise ConfigError if a host lacks memory for what its servers get, and one more array."""
+    """Raise ConfigError if a host lacks memory for what its servers get, and more."""
     kinds, needs = max((len(slots) for slots in state.slots.values()), default=1), []
     for index, (rank, (host, free)) in enumerate(zip(servers, nodes, strict=True)):
         before = old.bytes_of(index) if index < len(old.pieces) else 0
@@ -310,6 +310,7 @@ def _check_memory(
             for tensor, start, stop in new.pieces[index]
         ]
         more = kinds * max(0, sum(sizes) - before) + max(sizes, default=0)
+        more += sum(sizes)  # memory that ranks of a host share, beside that of the old layout
         needs.append((rank, host, more, free))
     check_capacity(name, needs)
 

@@ -51,7 +51,8 @@ class OnlineShares:
         optimizer state and counts of updates move to their new servers, and every client uses the
         new layout from then on. The values keep their bits. Only elements that change owner are
         sent, from the old server to the new one, and a server needs memory for one more array (a
-        tensor, or one kind of its optimizer state).
+        tensor, or one kind of its optimizer state), and for its parameters once more if they move
+        into new shared memory.
 
         Parameters
         ----------
