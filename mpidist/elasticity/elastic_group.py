@@ -373,7 +373,7 @@ class Group:
             raise RankFailure(f"{text}, and min_ranks is {self.min_ranks}")
         if is_smaller_side(self._members.names, living.names):
             lost = len(self._members.names) - size
-            text = f"{lost} ranks have died, or cannot be reached but go on without this host"
+            text = f"{lost} ranks have died or cannot be reached, and may go on without this host"
             raise RankFailure(f"{text}; {size} rank{'s end' if size > 1 else ' ends'} here")
         self._check_living(self._numbers(living))
         self._members = living

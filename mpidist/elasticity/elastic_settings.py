@@ -57,7 +57,7 @@ class Elastic:
 
     @property
     def every(self) -> int | str | None:
-        """The interval of the copies in memory, as `MemoryCopies` takes it; None for no copies."""
+        """The argument `every` of `MemoryCopies`; None if no copies are made."""
         return {"memory": "auto 1h", "none": None}.get(str(self.copies), self.copies)
 
 

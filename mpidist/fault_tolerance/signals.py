@@ -70,7 +70,8 @@ class Handlers:
     def put_back(self, block: bool = False) -> None:
         """Restore the former signal handlers. A second call does nothing.
 
-        With `block`, the signals stay pending from now on, until other handlers are set.
+        With `block`, the signals are blocked until other handlers are set. A signal that arrives
+        before that is handled then.
         """
         if block:
             signal.pthread_sigmask(signal.SIG_BLOCK, self.numbers)

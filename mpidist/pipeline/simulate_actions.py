@@ -2,9 +2,9 @@
 
 A rank does one action at a time, in the order of its list. A message leaves as soon as its send and
 its receive have begun and all earlier messages have passed the sender's link and the receiver's
-link. Links are full duplex. `NetworkModel` gives the cost of a message: `overhead` is time on the
-core of the sender and of the receiver, `latency` is time on the wire, and `gap` is the time on the
-wire for each byte.
+link. Links are full duplex. `NetworkModel` gives the cost of a message. `overhead` is the time that
+the cores of sender and receiver need, `latency` is the time on the wire, and `gap` is the further
+time on the wire for each byte.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def cut(
     Raises
     ------
     ConfigError
-        An argument is wrong, or the stages that the profile names cannot be those of a pipeline.
+        An argument is wrong, or the stages that the profile names cannot form a pipeline.
     NoPartition
         No plan fits into `memory`, or the model has no plan with this number of stages.
     """

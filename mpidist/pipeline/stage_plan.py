@@ -117,7 +117,7 @@ class PipelineGrid:
 
     @property
     def padded(self) -> int:
-        """The microbatches of a step, with the empty ones that "pipedream" adds to fill rounds."""
+        """The number of microbatches of a step; "pipedream" adds empty ones, to fill its rounds."""
         if not self.in_rounds:
             return self.microbatches
         return pipedream_order.whole_rounds(self.microbatches, self.replicas)
@@ -308,9 +308,9 @@ def _side_by_side(grid: PipelineGrid) -> list[list[StageAction]]:
 def _uneven(grid: PipelineGrid) -> list[list[StageAction]]:
     """Return the actions of each rank, if stages have different numbers of replicas.
 
-    As in PipeDream, the number of microbatches that a rank may have begun but not finished is the
-    number of ranks from its stage to the last stage, divided by the replicas of its stage. If the
-    ranks would then wait for each other for ever, each rank may have one more.
+    As in PipeDream, a rank may have begun k microbatches that it has not finished. Here k is the
+    number of ranks from its stage to the last stage, divided by the replicas of its stage and
+    rounded up. If the ranks would wait for each other for ever with this k, k is increased.
     """
     order, more = _order(grid), 0
     while True:
@@ -338,7 +338,7 @@ def _uneven(grid: PipelineGrid) -> list[list[StageAction]]:
 
 
 def _order(grid: PipelineGrid) -> list[int]:
-    """Return the order in which microbatches enter if stages differ in their replicas."""
+    """Return the order in which microbatches enter, for stages with unequal numbers of replicas."""
     widest = max(range(grid.stages), key=grid.replicas.__getitem__)
     blocks = [grid.pieces(rank) for rank in grid.ranks_of(widest)]
     return [i for row in itertools.zip_longest(*blocks) for i in row if i is not None]

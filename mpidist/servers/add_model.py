@@ -35,9 +35,10 @@ def host_model(
 ) -> tuple[ServerLayout, int, NodeShare | None]:
     """Place one model on the servers of `group`. Collective over the group's `comm`.
 
-    Returns the layout, the most bytes of a piece of a message, and what the ranks of this host
-    share. `server` is the `Server` object of this rank, or None if this rank is no server; `taken`
-    has the names of the models that the group already has. Raises as `ServerGroup.add`.
+    Returns the layout, the largest number of bytes of a piece of a message, and the memory that the
+    ranks of this host share. `server` is the `Server` object of this rank, or None if this rank is
+    no server. `taken` has the names of the models that the group already has. Raises the same
+    errors as `ServerGroup.add`.
     """
     link, servers, workers = group.link, group.server_ranks, group.worker_ranks
     doing = f"add {shown(asked.name)}"
@@ -84,7 +85,7 @@ def host_model(
                 asked.stale.compensates, ahead,
             )  # fmt: skip
             need += open_bytes(layout, index, copies)
-            if group.replicated:  # and a gradient that waits here, and one that is sent
+            if group.replicated:  # also count a gradient that waits here, and one that is sent
                 need += round(layout.bytes_of(index - 1) * (2 + copies)) + layout.bytes_of(index)
             needs.append((rank, host, need, free))
         if any(one["kept"] for one in everyone):
@@ -141,7 +142,7 @@ def _policies(facts: Mapping) -> dict[str, RowPolicy]:
 
 
 def agree_to_remove(group, server: Server | None, name, taken: Mapping) -> None:
-    """Check on all ranks that they remove the same model, which the group has. Collective."""
+    """Check that all ranks remove the same model, and that the group has this model. Collective."""
     doing, link = f"remove {shown(name)}", group.link
 
     def describe() -> dict[str, str]:

@@ -33,7 +33,9 @@ from .wire.node_mail import exchanges
 from .wire.node_share import NodeShare
 from .wire.wire_pieces import WirePiece, cut_shard
 
-_BINDS = 8  # how often a client remembers the arrays of a push_pull that then do not come again
+# After this many times in which remembered arrays of a push_pull did not come again, a client
+# no longer remembers arrays.
+_BINDS = 8
 
 
 class Client:
@@ -159,7 +161,8 @@ class Client:
         with self._fused:
             if what is None and (bound := self._bound) is not None and bound.fits(gradients, out):
                 count = self._check_push(samples)
-                if bound.pack():  # else the usual way tells where the gradient is not finite
+                # If a gradient is not finite, the usual way below raises the error.
+                if bound.pack():
                     return self._push_pull_again(bound, count)
             wanted, results = self._names.wanted(what, out)
             pushes, samples = self._checked(gradients, samples)
@@ -174,7 +177,7 @@ class Client:
         return results
 
     def _push_pull_again(self, bound: BoundPushPull, samples: int | None) -> dict:
-        """Do a push_pull of the arrays of `bound`, whose gradients are packed."""
+        """Do a push_pull with the arrays of `bound`, whose gradients are already in messages."""
         self._enter()
         requests, self._binds = self.requests, _BINDS
         requests.pushed, requests.started = (clock := requests.clock), True
@@ -188,7 +191,7 @@ class Client:
         return bound.results()
 
     def begin_at(self, clock: int) -> None:
-        """Let this worker begin at `clock` instead of 0, before its first call."""
+        """Let this worker begin at `clock` instead of 0. Call this before all other methods."""
         self.requests.clock = clock
 
     def repeat_push_pull(
@@ -203,16 +206,16 @@ class Client:
             self._ask(PUSH | CLOCK | PULL, wanted, results, pushes, samples, known)
 
     def drop(self, *, unused_for: int) -> int:
-        """Free the rows of open tables that no push has named lately; return how many they were.
+        """Free the rows of open tables that no push has named lately; return their number.
 
-        A row is freed if its newest push is of none of the last `unused_for` clocks that all
-        workers have finished. Its key has its initial values again. One worker calls `drop`; other
-        workers may go on meanwhile.
+        A row is freed if no push has named it in the last `unused_for` clocks that all workers have
+        finished. A pull of its key then gets the initial values again. One worker calls `drop`; the
+        other workers can go on.
 
         Raises
         ------
         ConfigError
-            The model has no open table, or `unused_for` is not a whole number of 1 or more.
+            The model has no open table, or `unused_for` is not a whole number of at least 1.
         """
         self._open()
         with self._dropping:
@@ -220,12 +223,12 @@ class Client:
             return ask_to_drop(self, unused_for)
 
     def forget_rows(self) -> None:
-        """Forget the rows of a cache (`cache_rows`), so that the next pull asks the servers."""
+        """Drop the rows in the cache (`cache_rows`), so that the next pull asks the servers."""
         if self._cache is not None:
             self._cache.clear()
 
     def close(self) -> None:
-        """Leave the model, if not yet done: other workers no longer wait for this worker."""
+        """Leave the model, so that other workers no longer wait for this worker. Idempotent."""
         if not self.closed:
             with GroupCall(self._link, f"close of {self.name!r}"):
                 self.leave()
@@ -240,7 +243,7 @@ class Client:
 
     @property
     def finished(self) -> int:
-        """How many clocks this worker has finished, or passed over because it was late."""
+        """How many clocks this worker has finished, or skipped because it was late."""
         return self.requests.clock
 
     @property
@@ -252,12 +255,12 @@ class Client:
         (updates by other workers between this worker's pull and push) and ``queue`` (how many
         workers waited for a server at the same time) are histograms. ``nonfinite`` counts the
         pushes that were left out because of a NaN or an infinity. ``dropped`` counts the pushes
-        that servers did not apply, and ``skipped`` the clocks that this worker passed over. Both
-        are as new as the answer to the worker's newest pull. ``cache`` is None without
-        `cache_rows`; else it counts the distinct rows of all pulls that came from the cache
-        (``hits``) or from servers (``misses``), the pulls that asked no server (``quiet``), and the
-        ``rows`` in the cache now. The counts of messages and bytes are sums over all clients of
-        this rank.
+        that servers did not apply, and ``skipped`` counts the clocks that this worker skipped. The
+        worker learns both numbers from answers to its pulls. ``cache`` is None without
+        `cache_rows`. Otherwise it has the number of distinct rows in all pulls that came from the
+        cache (``hits``) or from servers (``misses``). It also has the number of pulls that asked no
+        server (``quiet``), and of ``rows`` in the cache now. The counts of messages and bytes are
+        sums over all clients of this rank.
         """
         return {
             "clocks": self.finished,
@@ -280,15 +283,15 @@ class Client:
     def consistency(self) -> Consistency:
         """The consistency mode, which may be set between two steps: BSP, SSP, DSSP or ASP.
 
-        All workers of the model set the same mode in the same clock (step); else all ranks get a
-        ProtocolError. It begins with the next clock, for all workers and servers, and no push is
-        lost. In the first clock after BSP or SSP(0), all workers begin with the same parameters.
-        Setting the present mode does nothing. Not in elastic runs.
+        All workers of the model must set the same mode in the same clock (step); otherwise all
+        ranks get a ProtocolError. The mode begins with the next clock, for all workers and servers,
+        and no push is lost. All workers begin the first clock after BSP or SSP(0) with the same
+        parameters. Setting the present mode does nothing. In elastic runs the mode cannot change.
 
         Raises
         ------
         ConfigError
-            The mode is no mode for a model in training, or does not suit the model's `stale`.
+            Training cannot change to this mode, or the mode does not allow the model's `stale`.
         """
         return self.modes.newest
 
@@ -302,13 +305,13 @@ class Client:
                 self._link.background()
 
     def set_optimizer(self, optimizer) -> None:
-        """Use another optimizer, or another learning rate, from now on. All workers call it.
+        """Use another optimizer, or another learning rate, from now on. All workers must call this.
 
-        They call it in the same clock, with equal optimizers; else all ranks get a ProtocolError.
-        Under BSP the update of this clock is the first one with the new optimizer. In other modes a
-        server uses it as soon as the last worker has called. An optimizer of the same kind goes on
-        with the state (such as velocities and the progress of a schedule), one of another kind
-        begins with a new state. Not in elastic runs.
+        They must call it in the same clock, with equal optimizers; otherwise all ranks get a
+        ProtocolError. Under BSP the update of this clock is the first one with the new optimizer.
+        In other modes a server uses it as soon as the last worker has called `set_optimizer`. An
+        optimizer of the same kind keeps the state (such as velocities and the progress of a
+        schedule); another kind begins with a new state. In elastic runs it cannot change.
 
         Raises
         ------
@@ -341,7 +344,7 @@ class Client:
     def use_layout(
         self, layout: ServerLayout, servers: list[int], piece_bytes: int, share: NodeShare | None
     ) -> None:
-        """Ask the servers of another layout from now on, between two clocks."""
+        """Use the servers of another layout from now on. Called between two clocks."""
         self.layout, self._servers, before = layout, servers, self.requests
         self._bound = None
         if self._cache is not None:
@@ -362,7 +365,7 @@ class Client:
             self._end_call(*self.requests.ask(PULL, {}, {}), False, True)
 
     def _checked(self, gradients: Mapping, samples) -> tuple[dict, int | None]:
-        """Return what a push sends and its samples, after all checks; nothing is sent before."""
+        """Check a push before anything is sent; return its gradients and its samples."""
         samples = self._check_push(samples)
         pushes = self._names.split(gradients)
         if (wrong := not_finite(self.name, pushes)) is None:
@@ -381,7 +384,7 @@ class Client:
     def _ask(
         self, flags: int, wanted: dict, results: dict, pushes=None, samples=None, known=()
     ) -> None:
-        """Ask the servers, see `ClientRequests.ask`, and count what the answers tell."""
+        """Ask the servers, see `ClientRequests.ask`, and update the counts from the answers."""
         entering = bool(flags & CLOCK) or self.requests.entered < self.finished
         if self._cache is None:
             headers, waited = self.requests.ask(flags, wanted, results, pushes, samples, known)
@@ -391,7 +394,7 @@ class Client:
         self._end_call(headers, waited, bool(flags & CLOCK), entering)
 
     def _end_call(self, headers: list[Header], waited: float, ticks: bool, entering: bool) -> None:
-        """Count what the answers of one call tell."""
+        """Update the counts from the headers of the answers of one call."""
         held, gap, dropped, oldest = largest(headers)
         blocked = min(waited, held / 1e9)
         waits, requests = self._waits, self.requests
@@ -407,6 +410,6 @@ class Client:
             before, self.dropped = self.dropped, dropped
             if oldest >= 0 and requests.pushed == clock - 1 and dropped == before:
                 self._staleness[oldest] += 1
-            # With backup workers, a late worker goes on at the clock of the others.
+            # With backup workers, a late worker continues at the clock of the other workers.
             self.skipped += headers[0].clock - clock
             requests.clock = requests.entered = headers[0].clock

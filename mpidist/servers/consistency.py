@@ -60,11 +60,12 @@ class Consistency:
     merges : bool
         Whether all pushes of one clock make one update.
     streams : bool
-        Whether a server may update and answer one piece of a push after the other, because no
-        worker gets an answer before all have sent their pushes.
+        Whether a server may update and answer a push piece by piece, because no worker gets an
+        answer before all workers have sent their pushes.
     asks_all : bool
-        Whether a worker begins a clock only when every server has let it in, as in modes in which
-        the first server decides for all. Otherwise it asks the servers that hold what it wants.
+        Whether a worker begins a clock only when every server has let it enter, as in modes in
+        which the first server decides for all. Otherwise a worker asks only the servers that hold
+        the parameters that it pulls.
     survives : bool
         Whether an elastic run can go on in this mode after a death.
     """
@@ -77,18 +78,18 @@ class Consistency:
     survives: ClassVar[bool] = True
 
     def check(self, workers: int) -> None:
-        """Raise ConfigError if the mode does not suit this number of workers."""
+        """Raise ConfigError if the mode is not possible with this number of workers."""
 
     def gate(
         self, workers: int, server: int = 0, now: Callable[[], float] = time.monotonic
     ) -> ConsistencyGate:
-        """Return a new gate for server number `server`, which measures times by `now`."""
+        """Return a new gate for server number `server`. The gate measures times by ``now()``."""
         return ConsistencyGate(self, workers)
 
 
 @dataclass(frozen=True)
 class ASP(Consistency):
-    """Asynchronous: no worker ever waits for another one, and every push is a separate update."""
+    """Asynchronous: no worker ever waits for another worker; every push is a separate update."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Apply(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """The action to throw away `pushes`, a list of (worker, push) of one clock, and count them."""
+    """The action to drop `pushes`, a list of (worker, push) of one clock, and to count them."""
 
     clock: int
     pushes: tuple[tuple[int, Any], ...]
@@ -148,7 +149,7 @@ class Answer(NamedTuple):
 
 
 class Do(NamedTuple):
-    """The action to call `work`, after all updates and answers that came before."""
+    """The action to call `work`, after all earlier updates and answers."""
 
     work: Callable[[], None]
 
@@ -157,7 +158,7 @@ Action = Apply | Answer | Drop | Do
 
 
 class ConsistencyGate:
-    """All workers' clocks for one model on one server, and the pushes and pulls that wait for them.
+    """All workers' clocks for one model on one server, and the waiting pushes and pulls.
 
     The methods `push`, `tick`, `pull` and `leave` each return the actions that are now allowed, in
     the order in which the server carries them out. Updates come before answers, so an answer
@@ -180,13 +181,13 @@ class ConsistencyGate:
         self.held: dict[int, dict[int, Any]] = {}  # clock -> worker -> item
         self.waiting: dict[int, Any] = {}  # worker -> item, in order of arrival
         self.gaps: Counter[int] = Counter()
-        #: What the other servers must be told, in modes in which the first server decides alone.
+        #: Decisions to send to the other servers, in modes in which the first server decides.
         self.decisions: list = []
         #: Whether all pushes are applied or dropped once every worker has left.
         self.settled = True
 
     def begin_at(self, clocks: Sequence[int]) -> None:
-        """Let the workers begin at these clocks, before the first event."""
+        """Let the workers begin at these clocks. Called before the first event."""
         self.clocks[:] = clocks
 
     def mode_at(self, clock: int) -> Consistency:
@@ -198,10 +199,10 @@ class ConsistencyGate:
         return []
 
     def note_tick(self, worker: int) -> None:
-        """Measure when `worker` finishes its step, in modes that need that."""
+        """Measure when `worker` finishes its step, in modes that need this time."""
 
     def note_enter(self, worker: int) -> None:
-        """Measure when `worker` begins its step, in modes that need that."""
+        """Measure when `worker` begins its step, in modes that need this time."""
 
     def slowest(self) -> int:
         """Return the smallest clock of the live workers; a huge number when all have left."""
@@ -219,9 +220,9 @@ class ConsistencyGate:
         return self.clocks[worker] - self.slowest()
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return the workers for which the pull of `worker` waits, and how many of them must move.
+        """Return the workers for which the pull of `worker` waits, and how many must go on.
 
-        The pull can be answered only after so many of these workers have sent a further message.
+        The pull can be answered only after this number of them has sent another message.
         """
         bound = self.consistency.bound
         lowest = self.clocks[worker] - (sys.maxsize if bound is None else bound)
@@ -232,7 +233,7 @@ class ConsistencyGate:
     def push(self, worker: int, item: Any = None, entered: bool = False) -> list[Action]:
         """Record one push of `worker` in its present step.
 
-        `entered` says that another server has let the worker into the step.
+        `entered` says whether another server has let the worker enter the step.
         """
         clock = self._present(worker, "push")
         if self.pushed[worker] == clock:
@@ -243,7 +244,7 @@ class ConsistencyGate:
         return self._taken(worker, clock, item)
 
     def _may_push(self, worker: int) -> bool:
-        """Whether `worker` has entered its present step, or a pull would let it in now."""
+        """Whether `worker` has entered its present step, or could enter it now by a pull."""
         return self.entered[worker] == self.clocks[worker] or self.is_open(worker)
 
     def _taken(self, worker: int, clock: int, item: Any) -> list[Action]:
@@ -327,7 +328,7 @@ class Simulation(NamedTuple):
     waited : tuple of float
         The seconds that each worker waited.
     gap : float
-        The mean number of steps that workers were ahead of the slowest one when they began a step.
+        How many steps a worker was ahead of the slowest worker when it began a step, in the mean.
     """
 
     seconds: float
@@ -340,7 +341,7 @@ def simulate(
 ) -> Simulation:
     """Compute how long workers wait under `consistency`, from given step times, without MPI.
 
-    The simulated servers serve instantly, and each exchange of messages takes `trip` seconds.
+    The simulated servers take no time, and each exchange of messages takes `trip` seconds.
 
     Parameters
     ----------

@@ -31,8 +31,9 @@ def check_stuck(
     """Raise MismatchError if a rank in `ranks` waits for this rank or has left.
 
     All ranks of the communicator then get this MismatchError, so that no rank waits for ever. If
-    this process did not run for a while, what it waits for may have arrived meanwhile, before the
-    other rank went on to its next call. Then `test()` is true, and there is no error.
+    this process did not run for a while, the awaited message may already have arrived, and the
+    other rank may have gone on to its next call. In this case `test()` is true, and no error is
+    raised.
     """
     if context.size == 1:
         return
@@ -46,8 +47,8 @@ def check_stuck(
 def stalled(waits: Mapping[int, tuple[Collection[int], int]]) -> list[int]:
     """Return the workers that can never go on, because they wait for each other.
 
-    ``waits[worker]`` has the workers for which a worker waits, and how many of these must go on
-    before it can. A worker that does not wait may always go on.
+    ``waits[worker]`` has the workers for which `worker` waits, and how many of these workers must
+    go on before `worker` can go on. A worker that is not in `waits` can go on.
     """
     stuck = set(waits)
     while free := {w for w in stuck if len(set(waits[w][0]) - stuck) >= waits[w][1]}:
@@ -62,14 +63,14 @@ def who_waits(
     barriers: Mapping[int, int],
     models: Sequence[tuple[str, ConsistencyGate]],
 ) -> str:
-    """Return which workers of a server can never go on, and why, or "".
+    """Return a text about the workers of a server that can never go on; "" if there are none.
 
     Parameters
     ----------
     ranks : sequence of int
         The rank of each worker.
     present, paused : collection of int
-        The workers that have not left, and those that wait in a pause.
+        The workers that have not left, and the workers that wait in a pause.
     barriers : mapping
         How many barriers each worker has entered.
     models : sequence of (name, gate)
@@ -108,7 +109,7 @@ def who_waits(
 def _cannot_come(status: Status, sequence: int) -> bool:
     if status.state == LEFT:
         return True
-    if raised(status.signature):  # the rank raised an error and goes on
+    if raised(status.signature):  # the rank has raised an error and goes on after it
         return False
     signature = decode_signature(status.signature)
     one_sided = signature.kind in _ONE_SIDED and not signature.extra

@@ -1,11 +1,11 @@
-"""The first server sends its decisions to the others, in modes in which it decides for all.
+"""In modes in which the first server decides for all servers, it sends them its decisions.
 
     first server    gate.decisions: close round 4 with workers 0, 2 | worker 0 enters round 5
     other servers   gate.follow(decision), in the same order
 
-Under `modes.backup_workers` all servers must take the pushes of the same workers. A decision is one
-message of a few numbers from the first server to each other one. Messages of one rank arrive in
-their order, so the decisions do.
+Under `modes.backup_workers` all servers must use the pushes of the same workers. A decision is one
+message of a few numbers from the first server to each other server. Messages of one rank arrive in
+the order in which they were sent, so decisions arrive in their order, too.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .protocol import DECISION
 
 
 class Decisions:
-    """The decisions of the first server, for all models whose other servers follow it.
+    """Sends and receives the decisions of the first server, for all models in such modes.
 
     Parameters
     ----------
     link : Link
     servers : sequence of int
-        Ranks of all servers, which the attribute `ranks` has.
+        Ranks of all servers. The attribute `ranks` has the same ranks.
     """
 
     def __init__(self, link: Link, servers: Sequence[int]):
@@ -45,7 +45,7 @@ class Decisions:
                 self._link.send(words, words.size, rank, DECISION)
 
     def heard(self) -> list[tuple[int, Decision]]:
-        """On the other servers: receive the decisions that have come, with their models."""
+        """On the other servers: return the decisions that have arrived, each with its model."""
         status, comm, tag = MPI.Status(), self._link.comm, self._link.tag + DECISION
         found = []
         while comm.Iprobe(self._first, tag, status):

@@ -138,8 +138,8 @@ class ServerGroup(OnlineShares):
     ) -> Client | None:
         """Add a model to the servers; return the model's client, or None on a dedicated server.
 
-        Collective over the group's `comm`, before the first client is used, or in a `pause`: then
-        the workers call `add` after `pause`, and the servers in `on_pause`.
+        Collective over the group's `comm`. Call it before the first client is used, or in a
+        `pause`: then the workers call `add` after `pause`, and the servers call it in `on_pause`.
 
         Parameters
         ----------
@@ -153,40 +153,40 @@ class ServerGroup(OnlineShares):
         optimizer : object with init and update
             The servers apply it elementwise: see ``mpidist.optim``.
         update : "add" or "assign"
-            In place of an optimizer: the servers add what is pushed to the values (counters), or
-            put it in their place (tables). Of the pushes of one clock under BSP, and of equal rows
-            of a push, the last one counts, in the order of the workers. ``samples=0`` pushes
-            nothing, other numbers of samples have no effect.
+            Used instead of an optimizer. "add": servers add pushed values to the present values.
+            "assign": pushed values replace the present values; if several pushes of a clock under
+            BSP, or several rows of a push, assign the same row, the last one in the order of the
+            workers counts. A push with ``samples=0`` has no effect; other numbers are not used.
         consistency : BSP, SSP, DSSP, ASP or BackupWorkers
             BSP by default.
         seed : int
-            Seed of the initial values, which depend on seed, name and position only.
+            Seed of the initial values, which depend only on seed, name and position.
         global_batch : int, optional
             With ASP, SSP and DSSP a push is an update with the weight ``samples / global_batch``.
             Without a `global_batch`, a push with 0 samples has weight 0, and any other push has
             weight 1 / (number of workers).
         nonfinite : "raise" or "drop"
-            What a worker does about a NaN or an infinity in a push: it raises an error and sends
-            nothing, or it sends a push of 0 samples, which ``client.stats`` counts.
+            What a worker does if a push has a NaN or an infinity. "raise": it raises an error and
+            sends nothing. "drop": it sends a push of 0 samples, which ``client.stats`` counts.
         stale : KeepStale, DropStale, ScaleStale, DelayCompensated or MomentumCorrected
             What servers do with gradients of old parameters under ASP, SSP and DSSP.
         rows : "dense", "lazy", "open" or OpenRows, or mapping of name to these
-            Whether an update moves all rows of a tensor, as by a gradient of zeros in the rows that
-            no push names, or the named rows only; equal if ``optimizer.rows`` is "exact". "open":
-            see `OpenRows`.
+            "dense": an update changes all rows of a tensor, with gradient zero in rows that no push
+            names. "lazy": it changes only the named rows. The result is the same if
+            ``optimizer.rows`` is "exact". "open": see `OpenRows`.
         spread : "ranges" or "rows", or mapping of name to these
-            Whether a server holds consecutive rows, or rows are dealt to the servers in turn.
+            "ranges": a server holds consecutive rows. "rows": rows go to the servers in turn.
         server_device : "cpu" or "gpu"
             Where servers keep the optimizer's state and update the parameters. With "gpu", each
             server needs CuPy and a GPU.
         cache_rows : int or RowCache, optional
-            How many rows of each table a worker keeps. A pull of rows does not ask for those that
-            have all updates that the mode guarantees to this step. ASP guarantees none, and needs
+            How many rows of each table a worker keeps. A pull does not ask for kept rows that have
+            all updates that the mode guarantees in this step. ASP guarantees none, and needs
             ``md.RowCache(rows, max_age=steps)``. A worker always sees its own pushes.
         clip_norm : float, optional
-            The largest global norm (over all tensors) of a gradient: under BSP and with backup
-            workers of the mean gradient of a clock, else of each push. Longer ones are scaled.
-            An optimizer ``optim.clipped(optimizer, norm)`` has the same effect.
+            Gradients with a larger global norm (over all tensors) are scaled to this norm: under
+            BSP and with backup workers the mean gradient of a clock, else each push. An optimizer
+            ``optim.clipped(optimizer, norm)`` has the same effect.
 
         Raises
         ------
@@ -220,9 +220,9 @@ class ServerGroup(OnlineShares):
         return client
 
     def remove(self, name: str) -> None:
-        """Take a model from the servers, and free its memory. Collective over the group's `comm`.
+        """Remove a model from the servers, and free its memory. Collective over the group's `comm`.
 
-        At the same times as `add`. Then the model's client refuses calls, and the name is free.
+        Call it when `add` may be called. Afterwards the client's calls raise an error.
         """
         self._open()
         with self._changes.changing(f"remove {shown(name)}", self._clients):
@@ -300,7 +300,7 @@ class ServerGroup(OnlineShares):
             client.forget_rows()
 
     def barrier(self) -> None:
-        """Wait for all workers, and serve requests meanwhile. Collective over the workers.
+        """Wait for all workers, and serve requests while waiting. Collective over the workers.
 
         In MPI's own barrier a colocated server would not serve the workers that arrive later.
         """
@@ -323,7 +323,7 @@ class ServerGroup(OnlineShares):
             ``optimizer``: such a list for each kind of optimizer state; ``scalars``: the
             optimizer's 0-d arrays; ``version``: the number of updates applied; ``clock``: the
             clocks that the slowest worker has finished. The arrays are not copies: writing into
-            them changes the server's values. Open tables are copied, as (name, keys, 2-D array),
+            them changes the server's values. Open tables are copies, as (name, keys, 2-D array),
             and are in ``counts``, too: for each key the clocks since its newest push, and its
             counted pushes, or -1 if it has a row.
         """
@@ -335,8 +335,8 @@ class ServerGroup(OnlineShares):
         returns.
 
         The arrays in the dict may come from any number of servers, as long as they cover all
-        elements that this server holds. The workers' clocks do not change, and ages of pushes count
-        from here on. Call `load_shards` on server ranks, before serving or in a pause.
+        elements that this server holds. The workers' clocks do not change, and the ages of pushes
+        start at 0. Call `load_shards` on server ranks, before serving or in a pause.
         """
         self._hosted(name).load(saved)
 

@@ -1,4 +1,4 @@
-"""How a rank of a server group sends and receives messages, waits, and tells of failures.
+"""How a rank of a server group sends and receives messages, waits, and reports failures.
 
 A rank that fails sends a notice (a short message) to all other ranks. Every wait of this module
 looks for notices, so no rank waits for ever for a rank that has failed. A rank that is both worker
@@ -7,7 +7,7 @@ and server answers requests of other workers inside every wait.
 The messages travel on the control communicator of the context with the group's own tags, so a group
 needs no communicator of its own. A group calls no MPI collectives on the control communicator:
 `Link.exchange` gathers values up a tree to rank 0 and sends them down again, with polled messages.
-A group that fails leaves messages unreceived, and its context is then never freed.
+If a group fails, messages stay unreceived, so mpidist never frees the context of the communicator.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .protocol import FIRST_TAG, GROUPS, HEADER_BYTES, NOTICE, TAGS, Header, Inc
 _NOTICE_BYTES = 2000
 _SPINS = 200  # the number of tests before a wait yields the core
 _REST, _REST_IN_PIECES = 0.001, 0.01  # idle seconds before a wait sleeps
-_GROUP, _VERDICT = b"g", b"v"  # the notice ends the group, or the communicator
+_GROUP, _VERDICT = b"g", b"v"  # whether a notice ends the group, or the communicator
 
 #: Links of failed groups, which are kept because MPI may still write into their buffers.
 _abandoned: set[Link] = set()
@@ -110,9 +110,9 @@ class Link:
         The function that every wait calls: the `poll` of this rank's server. `background` returns
         true when it did something.
     on_note : callable or None
-        A function that the first server calls with the rank of a worker and the note of a request.
+        On the first server: a function that is called with a worker's rank and a request's note.
     moved : bool
-        Whether a piece of a message has arrived in a wait, whose idle time then begins again.
+        Whether a piece of a message has arrived in a wait. Then the idle time of the wait restarts.
     waits : dict
         The seconds waited for each kind of peer.
     checksums : Checksums or None
@@ -138,7 +138,7 @@ class Link:
         self.bytes_in_flight = self._exchanges = 0
         self._sending: list[tuple[deque[MPI.Request], np.ndarray, int]] = []
         self.receiving: set[Any] = set()  # messages and streams whose memory MPI uses
-        # Messages to the server of each rank, and from the worker of each rank to the server here.
+        # For each rank: messages sent to its server, and messages received from its worker.
         self.sent, self.taken = [0] * self.comm.size, [0] * self.comm.size
         self.checksums: Any = None
         self.models: list = []
@@ -171,7 +171,7 @@ class Link:
     def abandon(self, error: BaseException) -> None:
         """Notify all other ranks of `error`, and keep all buffers that MPI may still write to.
 
-        After a death in an elastic program, nobody is notified: all ranks notice the death.
+        After a death in an elastic program, no notice is sent, because all ranks notice the death.
         """
         if ulfm.current is not None and is_death(error):
             keep_alive(self._sending, self.receiving, self._pinned)
@@ -202,7 +202,7 @@ class Link:
         return requests
 
     def reap(self) -> bool:
-        """Give buffers of completed sends back to the pool; return whether all are completed."""
+        """Return buffers of completed sends to the pool; return whether all sends are complete."""
         if not self._sending:
             return True
         still, status = [], MPI.Status()
@@ -271,7 +271,7 @@ class Link:
         ranks: Callable[[], Sequence[int]] = tuple,
         peers: str | None = None,
     ) -> float:
-        """Wait until `test()` is true, and call `background` meanwhile; return the seconds waited.
+        """Wait until `test()` is true; call `background` while waiting; return the seconds waited.
 
         `ranks()` returns the ranks that this rank waits for. If one of the ranks in `ranks()` waits
         for this rank in another call, neither rank can go on, and all ranks get a MismatchError. If
@@ -290,11 +290,11 @@ class Link:
                 if elastic is not None and now >= elastic.next:
                     elastic.look(now)
                 if served or self.moved:  # the idle time begins again
-                    # The next piece is on its way, and a sleep would be longer than that.
+                    # The next piece will arrive sooner than a sleep would end.
                     rest, self.moved = (_REST_IN_PIECES if self.moved else _REST), False
                     began, look_around, looks = now, now + polling.PATIENCE, 0
                     continue
-                if looks & 7 == 1 or now >= look_around:  # a look takes 1 us
+                if looks & 7 == 1 or now >= look_around:  # not always, as a check takes 1 us
                     self.check_notice()
                 if now >= look_around:
                     polling.long_wait = now
@@ -302,8 +302,8 @@ class Link:
                     look_around = now + 0.1
                 # If there are more ranks than cores, another rank needs this core. The wait
                 # therefore sleeps, each time for a fortieth of the idle time so far, so that the
-                # delay of an answer stays small compared with the wait. A server that is idle for
-                # long polls every 2 ms and uses about 1 % of a core.
+                # delay of an answer stays small compared with the wait. A server that has been idle
+                # for long polls every 2 ms and uses about 1 % of a core.
                 if now - began > rest:
                     time.sleep(min((now - began) / 40, 0.002))
                 elif looks > _SPINS:
@@ -319,7 +319,7 @@ class Link:
 
     @contextmanager
     def serving(self, background: Callable[[], bool]) -> Iterator[None]:
-        """Let every wait in the ``with`` block call the given `background`, not the usual one."""
+        """Let every wait in the ``with`` block call this `background` instead of the usual one."""
         usual, self.background = self.background, background
         try:
             yield
@@ -355,7 +355,7 @@ class Link:
     def notify(self, failure: BaseException) -> None:
         """Send a notice to all other ranks that this rank has failed because of `failure`.
 
-        The method sends nothing if all ranks know `failure` already, because this rank has received
+        The method sends nothing if all ranks already know `failure`, because this rank has received
         `failure` as a notice or because all ranks have raised it together.
         """
         if getattr(failure, "known_on", None) is self:
@@ -371,7 +371,7 @@ class Link:
         self._pinned.append((requests, data))
         for rank in others:
             requests.append(self.comm.Isend([data, MPI.BYTE], rank, self.tag + NOTICE))
-        # MPI sends small messages at once, but a peer may be slow to connect, so this rank tests
+        # MPI sends small messages immediately, but a connection may take time, so this rank tests
         # the sends for up to one second.
         end = time.monotonic() + 1.0
         while not MPI.Request.Testall(requests) and time.monotonic() < end:

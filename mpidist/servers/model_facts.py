@@ -17,7 +17,7 @@ from .rows.open_rows import OpenRows
 from .rows.row_policies import check_open_tables, row_policies
 from .shards import parse_init
 
-#: What a client may do with a push that has a NaN or an infinity.
+#: What a client may do with a push that contains a NaN or an infinity.
 NONFINITE = ("raise", "drop")
 
 #: Where a server may update a model.
@@ -25,12 +25,12 @@ DEVICES = ("cpu", "gpu")
 
 
 class KeptModel(NamedTuple):
-    """What this rank has of a model after a death, when the ranks add it to a new group.
+    """The kept part of a model after a death, with which the ranks add the model to a new group.
 
-    `place_tensors` has divided the tensors, for the number of servers. `shard` is this server's
-    part, or None on a rank that is no server, and `copy` is its copy of another part, if servers
-    keep copies. `clocks` has a clock for each worker, in the new order. `applied` is used only in
-    modes in which servers hold pushes: all pushes of clocks below `applied` have been applied.
+    The layout is the result of `place_tensors` for the number of servers. `shard` is this server's
+    part, or None on a rank that is no server. `copy` is its copy of another server's part, if
+    servers keep copies. `clocks` has a clock for each worker of the new group. `applied` is used
+    only in modes in which servers hold pushes: all pushes of clocks below `applied` are applied.
     """
 
     shard: Any
@@ -66,7 +66,7 @@ def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, fl
     dict
         The properties of the model that must be equal on all ranks.
     dict or None
-        The initialisation of each tensor, as (kind, scale); None where the values are arrays.
+        The initialisation of each tensor, as (kind, scale); None if the values are arrays.
 
     Raises
     ------
@@ -141,7 +141,7 @@ def check_stale(asked: Request) -> None:
     """Raise ConfigError if a model's policy for stale gradients does not suit its mode."""
     name, stale, mode = asked.name, asked.stale, asked.consistency
     if not isinstance(stale, Stale):
-        stale_policy(stale)  # raises the error that says what to give
+        stale_policy(stale)  # raises an error that says what is expected
         raise ConfigError(f"model {name!r}: stale is {shown(stale)}; give a policy, not its name")
     if mode.holds and stale != KeepStale():
         raise ConfigError(
@@ -170,7 +170,7 @@ def check_nonfinite(nonfinite, where: str = "") -> None:
 
 
 def check_device_name(device, where: str = "") -> None:
-    """Raise ConfigError if `device` is no place where servers may update a model."""
+    """Raise ConfigError if `device` is neither "cpu" nor "gpu"."""
     if not isinstance(device, str) or device not in DEVICES:
         names = " or ".join(map(repr, DEVICES))
         raise ConfigError(f"{where}server_device={shown(device)}; give {names}")
@@ -216,9 +216,9 @@ def optimizer_facts(optimizer) -> dict[str, Any]:
     """Return the properties of an optimizer that must be equal on all ranks, as plain values.
 
     The properties are the optimizer's class, its name and its settings. For an optimizer without
-    settings, its attributes replace the settings. A learning-rate schedule may be a function, which
-    cannot be compared directly. Therefore the properties also include the size of one update at the
-    first step, and of one at a later step.
+    settings, its attributes are used instead. A learning-rate schedule may be a function, and
+    functions cannot be compared. Therefore the properties also include the size of an update at the
+    first step and at a later step.
     """
     settings = getattr(optimizer, "settings", None)
     given = settings if isinstance(settings, Mapping) else getattr(optimizer, "__dict__", {})
@@ -233,13 +233,13 @@ def optimizer_facts(optimizer) -> dict[str, Any]:
 
 
 def _first_step(optimizer, progress: float) -> str:
-    """Return the size of one update as text with six digits; further digits may differ by host."""
+    """Return the size of an update as text with six digits, as further digits may differ."""
     parameters = {"x": np.zeros(1)}
     try:
         state = optimizer.init(parameters)
         state["progress"][...] = progress
         optimizer.update({"x": np.ones(1)}, state, parameters)
-    except Exception as error:  # a user's schedule raises the same error in training
+    except Exception as error:  # a user's schedule will raise the same error in training
         return type(error).__name__
     return f"{parameters['x'][0]:.6g}"
 

@@ -47,10 +47,10 @@ def _name(flags: int) -> str:
 NAMES = [_name(flags) for flags in range(1 << len(_REQUESTS))]
 SERVED = [f"serve {name}" for name in NAMES]
 
-ALL = -1  # a selection of this length means all that the server holds
-# The same, and the data are sent in pieces of their own, see the room `wire`. Of a push: the server
-# takes it as a whole, or updates and answers each piece at once. MEMORY: the selection has the
-# addresses of the gradients in the worker's memory, see `memory_push`.
+ALL = -1  # this length of a selection means: all tensors that the server holds
+# These lengths mean the same, and that the data are sent in pieces, see the room `wire`. With
+# PIECES, the server handles the push as a whole; with STREAM, it answers each piece when updated.
+# MEMORY: the selection has the addresses of the gradients in the worker's memory (`memory_push`).
 PIECES, STREAM, MEMORY = -2, -3, -4
 
 # Messages to servers and to workers have different tags, because a rank that is both worker and
@@ -60,7 +60,7 @@ PIECE_UP, PIECE_DOWN, SQUARES = 9, 10, 11
 #: The tag of the checksum of a piece, after that of the piece, see `checksums`.
 SUMS = 3
 
-#: The flags by which a server says that it has got an update for its copy, and that it sends none.
+#: Flags between servers: an update for a copy has been received; and no more updates will come.
 ACKNOWLEDGE, NO_MORE = CLOCK, BYE
 
 # Groups share the control communicator of their context, and each group has its own tags there.
@@ -84,8 +84,8 @@ class Header(NamedTuple):
     pull_words: int = 0  # int64 words of the pull selection, or ALL, or PIECES
     samples: int = -1  # request: samples of the push; -1 if the worker gave no number
     version: int = 0  # reply: updates that this server has applied
-    #: Request: 1 if a server has let the worker into its clock. Reply: clocks that the worker is
-    #: ahead of the slowest worker.
+    #: Request: 1 if a server has let the worker enter its clock. Reply: how many clocks the worker
+    #: is ahead of the slowest worker.
     gap: int = 0
     held_ns: int = 0  # reply: how long the pull waited for slower workers
     staleness: int = -1  # reply: staleness of the worker's newest applied push; -1 without a push
@@ -132,7 +132,7 @@ def read_header(buffer: np.ndarray, nbytes: int, rank: int) -> Header:
 
 
 def largest(headers: Sequence[Header]) -> tuple[int, int, int, int]:
-    """Return the largest held_ns, gap, number of dropped pushes, and staleness of some answers."""
+    """Return the maxima of held_ns, gap, dropped pushes and staleness over some answers."""
     if len(headers) == 1:
         (only,) = headers
         return only.held_ns, only.gap, only.note0, only.staleness
@@ -145,14 +145,14 @@ def largest(headers: Sequence[Header]) -> tuple[int, int, int, int]:
 
 
 def selection_words(selection: Any) -> int:
-    """Return what a header says of a selection: an array, None for all, PIECES or STREAM."""
+    """Return the number in a header for a selection: an array, None for all, PIECES or STREAM."""
     if isinstance(selection, np.ndarray):
         return selection.size
     return ALL if selection is None else selection
 
 
 def check_piece(got: int, expected: int, rank: int) -> None:
-    """Raise ProtocolError if a piece from `rank` has not the length that the layout gives it."""
+    """Raise ProtocolError if a piece from `rank` does not have the length in the layout."""
     if got != expected:
         raise ProtocolError(
             f"parameter server: a piece from rank {rank} has {got} bytes, expected {expected}; all "

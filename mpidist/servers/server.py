@@ -5,7 +5,7 @@
                      and apply the updates that the gate allows
                   3. send the answers that the gate allows, as far as memory permits
 
-One thread receives requests, applies updates and sends answers, so a pull never reads a half-made
+One thread receives requests, applies updates and sends answers, so a pull never reads an incomplete
 update. Each call of `poll` receives at most one message per worker, so that no worker can starve
 another. `poll` never blocks.
 """
@@ -62,7 +62,8 @@ class Server:
         self.decisions = Decisions(link, servers)
         self.models: list[Hosted] = []
         self.on_pause: Callable[[Any], None] | None = None
-        self.on_call: Callable[[Any], None] = lambda call: None  # a call of the workers' group
+        # Called with a call that the workers make together with the servers, in a pause.
+        self.on_call: Callable[[Any], None] = lambda call: None
         self.in_pause = False  # whether `on_pause` runs
         self.in_own_pause = False  # whether the worker on this rank is in `pause`
         self.announced: list[int] = []  # ranks that already add or remove a model
@@ -143,7 +144,7 @@ class Server:
         n, status = len(self.workers), MPI.Status()
         waiting = []
         for worker in (*range(self._turn, n), *range(self._turn)):
-            # A worker whose request is arriving sends no second one; a probe finds pieces of it.
+            # A worker whose request is arriving sends no other; a probe would find its pieces.
             if worker not in self._arriving and comm.Iprobe(self.workers[worker], tag, status):
                 waiting.append((worker, status.Get_count(MPI.BYTE)))
         room = ROOM_BYTES - self._arriving.nbytes
@@ -166,7 +167,7 @@ class Server:
             return False
         here = [worker for worker, incoming in self._arriving.items() if incoming.test()]
         for worker in here:
-            self.link.touched = True  # an error after this loses a worker's request
+            self.link.touched = True  # an error after this point loses a worker's request
             incoming = self._arriving.pop(worker)
             self.link.received(incoming.header.total)
             header, number = incoming.header, incoming.header.model
@@ -223,7 +224,7 @@ class Server:
                 parts = model.whole.kept_views(message, data_at)
             else:
                 parts = list(views(model.shard.layout, push_parts, message, data_at))
-            # A push of nothing has no age; its worker need not have pulled here.
+            # An empty push has no age, and its worker need not have pulled from this server.
             seen = model.pulled[worker] if streamed or push_parts else model.shard.version
             push = Push(buffer, parts, header.samples, seen)
             actions += model.gate.push(worker, push, bool(header.gap))
@@ -232,7 +233,7 @@ class Server:
                 model.changes.check_tick(worker, header.clock, self.workers)
             actions += model.gate.tick(worker)
         if header.flags & protocol.PULL:
-            # A push that is streamed is answered in pieces as they are updated, and by a header.
+            # A streamed push is answered by a header, and by each piece when it is updated.
             pieces = header.pull_words * (header.pull_words < protocol.ALL and not streamed)
             pull = Pull(pull_parts, time.monotonic_ns(), queue, operation, pieces)
             actions += model.gate.pull(worker, pull)
@@ -263,7 +264,7 @@ class Server:
     # -- updates and answers ---------------------------------------------------------------
 
     def run(self, model: Hosted, actions: Sequence[Action]) -> None:
-        """Carry out what a model's gate allows, after the other servers have been told."""
+        """Send a gate's decisions to the other servers, and then carry out its actions."""
         if model.gate.decisions:
             self.decisions.tell(self.models.index(model), model.gate)
         if self.copies is not None:
@@ -275,7 +276,7 @@ class Server:
         self._carry_out(model, actions)
 
     def settle(self, name: str, clocks: int) -> None:
-        """Apply the pushes of the first `clocks` clocks, if they wait for votes; forget others."""
+        """Apply the pushes of the first `clocks` clocks that wait for votes; drop later pushes."""
         number = [model.name for model in self.models].index(name)
         if self.votes is not None:
             self._carry_out(self.models[number], self.votes.settle(number, clocks))
@@ -284,7 +285,7 @@ class Server:
             self.copies.forget(number)
 
     def _carry_out(self, model: Hosted, actions: Sequence[Action]) -> bool:
-        """Carry out actions, after those that are due; return whether anything was done."""
+        """Carry out actions, after earlier due actions; return whether anything was done."""
         done = 0
         due = model.due.ready(actions, model.weighed) if model.due.in_pieces else actions
         for done, action in enumerate(due, 1):  # noqa: B007
@@ -293,7 +294,7 @@ class Server:
                 for _, push in action.pushes:
                     self.link.pool.give(push.buffer)
             elif isinstance(action, Apply):
-                if model.gate.mode_at(action.clock).holds:  # else part of "serve push"
+                if model.gate.mode_at(action.clock).holds:  # otherwise it is part of "serve push"
                     self.link.trail.begin("apply", None, model.name, action.clock, False)
                 model.apply(action, self.workers)
                 if self.copies is not None:
@@ -332,10 +333,9 @@ class Server:
         """Write the next answer; return its buffer, its size in bytes, and its receiver.
 
         `ConsistencyGate` decides when a pull may be answered. An answer also contains the updates
-        made between the permission of `ConsistencyGate` and the writing of the answer. In
-        consistency modes that hold pushes until all workers have finished a step, an answer
-        contains no update of its receiver's current step, because the receiver has not finished
-        that step.
+        that are made after this decision and before the answer is written. In modes that hold
+        pushes until all workers have finished a step, an answer contains no update of its
+        receiver's current step, because the receiver has not finished that step.
         """
         model, worker, pull, gap, held = self._answers.popleft()
         shard = model.shard
@@ -361,9 +361,9 @@ class Server:
     def _check_stalled(self) -> None:
         """Raise ProtocolError on all ranks if workers wait for each other in calls of this group.
 
-        A worker in a wait sends nothing more, and its messages arrive in order. So what this server
-        knows of a waiting worker is true until the server itself answers, or all workers have come
-        to the barrier.
+        A waiting worker sends no messages, and its earlier messages arrive in order. So what this
+        server knows of a waiting worker does not change until the server itself answers, or until
+        all workers have come to the barrier.
         """
         models = [(model.name, model.gate) for model in self.models]
         text = who_waits(self.workers, self._present, self._paused, self._barriers, models)
@@ -386,10 +386,10 @@ class Server:
         if self.norms.pending:
             return
         if self.index and any(model.gate.held and not model.gate.settled for model in self.models):
-            return  # the first server's decision on these pushes is on its way
+            return  # the first server's decision about these pushes is on its way
         if held := [model.name for model in self.models if model.gate.held]:
             raise ProtocolError(
-                f"parameter server {self.index}: pause: workers stand at different clocks of "
+                f"parameter server {self.index}: pause: workers are at different clocks of "
                 f"{held}, or have pushed without clock(); let all call clock() before a pause"
             )
         call = self.on_call if isinstance(tags[0], dict) else self.on_pause
@@ -408,7 +408,7 @@ class Server:
         self.load.busy_seconds -= time.perf_counter() - began  # `poll` counts it
 
     def forget(self, name: str) -> None:
-        """Free the memory of a model; its number stays, because messages name models by numbers."""
+        """Free the memory of a model. Its number is not used again, as messages have numbers."""
         number = [model.name for model in self.models].index(name)
         self.models[number].remove()
 

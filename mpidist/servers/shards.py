@@ -96,7 +96,8 @@ def _initial_rows(out: np.ndarray, tensor: Tensor, server: int, init, seed: int)
 class ServerShard:
     """The part of one model that one server holds: its parameters and optimizer state.
 
-    `memory` has arrays for the parameters of some tensors, by number, which others may read.
+    `memory` has arrays for the parameters of some tensors: number of the tensor -> array. Other
+    ranks of the host may read these arrays.
 
     Attributes
     ----------
@@ -107,9 +108,9 @@ class ServerShard:
     version : int
         The number of updates so far.
     clock : int
-        The clock of the newest pushes.
+        The clock of the newest pushes that were applied.
     open : dict of int to OpenTable
-        The open tables, by the numbers of their tensors.
+        Number of a tensor -> its open table.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class ServerShard:
         self._sum = BoundGradients({})
 
     def divide_anew(self, layout: ServerLayout) -> None:
-        """Use another layout, whose pieces are in `parameters` and `state` under their new keys."""
+        """Use another layout. Its pieces are already in `parameters` and `state`, with new keys."""
         self._place(layout)
         self._memory = {}  # see `use_memory`
         self.parameters = {key: self.parameters[key] for key in self._keys.values()}
@@ -169,7 +170,7 @@ class ServerShard:
         # length of the gradient.) For any other optimizer, the gradient is multiplied by the
         # weight, which has the same effect in plain gradient descent.
         self._weighs = has_argument(optimizer.update, "weight")
-        # The tensors of which an update may leave out the rows that no push names.
+        # The tensors for which an update may leave out rows that no push names.
         kind, tensors = getattr(optimizer, "rows", ""), self.layout.tensors
         self._by_rows = {t for t in self._keys if kind == "exact" or (kind and tensors[t].lazy)}
 
@@ -183,7 +184,7 @@ class ServerShard:
         return array.reshape(-1, self.layout.tensors[part.piece.tensor].width)
 
     def values(self, part: ShardPart, arrays: Mapping | None = None) -> np.ndarray:
-        """Return the values of a part: as rows, or the whole piece, which may end within a row."""
+        """Return the values of a part: some rows, or the whole piece, which may end in a row."""
         if part.rows is None:
             return (self.parameters if arrays is None else arrays)[self.key(part)]
         return self.rows_of(part, arrays)[part.local_rows(self.layout)]
@@ -203,12 +204,12 @@ class ServerShard:
                 np.take(array.reshape(-1, width), rows, axis=0, out=view.reshape(-1, width))
 
     def write(self, parts: Sequence[ShardPart], buffer: np.ndarray, offset: int) -> None:
-        """Set the pieces of tensors that `parts` lists to the values in a message."""
+        """Set the parts of tensors in `parts` to the values in a message."""
         for part, view in views(self.layout, parts, buffer, offset):
             self.parameters[self._keys[part.piece.tensor]][...] = view
 
     def apply(self, pushes: Sequence[tuple[float, Parts]], weight: float = 1.0) -> bool:
-        """Update parameters by `merge` and `update`; return false if all weights are 0."""
+        """Update parameters by `merge` and `update`; return False if all weights are 0."""
         merged = self.merge(pushes, weight)
         if merged is not None:
             self.update(*merged)
@@ -220,8 +221,8 @@ class ServerShard:
         """Return the weighted mean of gradients and its weight, or None if all weights are 0.
 
         A gradient is an array, or a tuple (rows, values). A tensor that is updated by rows is left
-        out if no push names it. The arrays are memory of the pushes or of this object, and valid
-        until the next merge.
+        out if no push names it. The arrays use memory of the pushes or of this object, and are
+        valid until the next call of `merge`.
 
         Parameters
         ----------
@@ -262,7 +263,7 @@ class ServerShard:
         extra = {"weight": weight} if self._weighs else {}
         parameters = {key: self.parameters[key] for key in self.parameters if key in gradients}
         self.optimizer.update(gradients, self.state, parameters, **extra)
-        self.parameters |= parameters  # the optimizer may have put new arrays there
+        self.parameters |= parameters  # the optimizer may have replaced arrays
         for tensor, array in self._memory.items():
             if self.parameters[self._keys[tensor]] is not array:
                 array[...] = self.parameters[self._keys[tensor]]
@@ -272,7 +273,7 @@ class ServerShard:
     def update_corrected(
         self, gradients: Mapping[str, Any], weight: float, factors: tuple[float, float]
     ) -> None:
-        """Make an update by a factor of the gradients, and leave another one in the velocity."""
+        """Make an update with different factors for the gradients and for the velocity."""
         factor, kept = factors
         rows = {key: g if isinstance(g, tuple) else (None, g) for key, g in gradients.items()}
         scaled = {key: g * g.dtype.type(factor) for key, (_, g) in rows.items()}
@@ -299,13 +300,13 @@ class ServerShard:
         return self._starts[tensor]
 
     def leaves(self) -> list[tuple[tuple[str, ...], Any]]:
-        """Return the arrays of the optimizer's state with their paths."""
+        """Return the arrays of the optimizer's state, each with its path in the nested dicts."""
         return list(state_leaves(self.state))
 
     def update_part(
         self, gradients: Mapping, state: dict, parameters: dict[str, np.ndarray], weight: float
     ) -> None:
-        """Let the optimizer update parts of arrays, with the parts of its state."""
+        """Let the optimizer update parts of arrays, with the same parts of its state."""
         extra = {"weight": weight} if self._weighs else {}
         self.optimizer.update(gradients, state, parameters, **extra)
 
@@ -344,7 +345,7 @@ class ServerShard:
         return table.pushed(keys, total, [part.rows for _, part, _ in pushed], self.clock)
 
     def _dense(self, tensor: int, size: int, named) -> np.ndarray:
-        """Return the sum of all pushes of one tensor, with zeros in the rows that none names."""
+        """Return the sum of all pushes of one tensor, with zeros in rows that no push names."""
         kind = self.layout.tensors[tensor]
         # Half precision is added in single precision, and rounded once at the end.
         wide = np.promote_types(kind.dtype, np.float32)
@@ -400,7 +401,7 @@ class ServerShard:
         Raises
         ------
         ConfigError
-            `saved` lacks elements of a tensor, or a scalar, that this server holds.
+            `saved` does not have all elements of tensors, or all scalars, that this server holds.
         """
         for table in self.open.values():
             table.load(saved, self.clock)
@@ -425,7 +426,7 @@ def state_copies(optimizer) -> float:
 
 
 def updates_in_pieces(optimizer) -> bool:
-    """Whether the state of an optimizer has one array like each parameter, and scalars, only."""
+    """Whether an optimizer's state has only scalars and arrays of the shape of a parameter."""
     probe = np.zeros(7, np.float32)
     leaves = list(state_leaves(optimizer.init({"x": probe})))
     return all(
@@ -436,7 +437,7 @@ def updates_in_pieces(optimizer) -> bool:
 
 
 def scale(view: np.ndarray, weight: float) -> np.ndarray:
-    """Multiply an array by a number in place, unless that is 1; return the array."""
+    """Multiply an array by a number in place, if the number is not 1; return the array."""
     return view if weight == 1 else np.multiply(view, weight, out=view)
 
 

@@ -1,19 +1,19 @@
-"""In an elastic run, the servers vote before they apply a clock: all of them apply it, or none.
+"""In an elastic run, the servers vote before they apply a clock: all servers apply it, or none.
 
     server 0   has all pushes of clock 7 | vote -> | ............ apply clock 7 -> answers
     server 1   ............................ has all pushes of clock 7 | vote -> | apply clock 7
 
 Under BSP and SSP(0) a step is done when all servers have applied its pushes. A worker that dies may
-have sent its push to some servers only. Only these could apply the step, and the parameters would
-be a mixture of two steps. Therefore each server tells the others when it has all pushes of a clock,
-and applies them when all other servers have told it the same. If one server has applied a clock
-before a death, then the others have all pushes and apply them, too (`settle`). If no server has
-applied it, the living workers repeat the step. A vote is a message of 16 bytes from each server to
-each other server.
+have sent its push to only some of the servers. If only these servers applied the step, the
+parameters would be a mixture of two steps. Therefore each server sends a vote to all other servers
+when it has all pushes of a clock, and applies the pushes when it has the votes of all other
+servers. If a server has applied a clock before a death, all servers have its pushes, and the others
+apply them, too (`settle`). If no server has applied it, the living workers repeat the step. A vote
+is a message of 16 bytes from each server to each other server.
 
-With copies of shards (`replicas`), a server also votes for its copy: it waits until it has the
-gradients for the copy. So if other servers apply a clock, a server that has died meanwhile has left
-all its gradients of this clock with its copy.
+With copies of shards (`replicas`), a server votes only after it has also received the gradients for
+its copy of another shard. So if a server dies, and the others apply a clock, the copy of the dead
+server's shard can apply it, too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Votes:
 
     def __init__(self, link: Link, others: Sequence[int], copies: ShardCopies | None = None):
         self._link, self._others, self._copies = link, list(others), copies
-        self._open: list[tuple[int, int]] = []  # (model, clock) without this server's vote
+        self._open: list[tuple[int, int]] = []  # (model, clock) for which this server has to vote
         self._due: dict[int, deque[Action]] = defaultdict(deque)
         self._heard: Counter[tuple[int, int]] = Counter()
 
@@ -56,8 +56,8 @@ class Votes:
 
     def released(self, model: int, actions: Sequence[Action]) -> Actions:
         """Vote for the clocks that `actions` apply; return the actions to carry out now."""
-        # Before the first vote is sent: if a death breaks this call off, another server may have
-        # heard the vote, and `settle` must find the updates.
+        # Stored before the first vote is sent. If a death interrupts this call, another server may
+        # already have the vote, and then `settle` must find these updates.
         self._due[model] += actions
         clocks = dict.fromkeys(each.clock for each in actions if isinstance(each, Apply))
         self._open += [(model, clock) for clock in clocks]
@@ -65,7 +65,7 @@ class Votes:
         return self._allowed(model)
 
     def _vote(self) -> set[int]:
-        """Vote for clocks of which this server has all; return the numbers of their models."""
+        """Vote for the clocks of which this server has all pushes; return their models' numbers."""
         ready = [one for one in self._open if self._copies is None or self._copies.has(*one)]
         for one in ready:
             for rank in self._others:
@@ -88,9 +88,9 @@ class Votes:
         return [(model, self._allowed(model)) for model in sorted(heard)]
 
     def settle(self, model: int, clocks: int) -> Actions:
-        """Return the updates of the first `clocks` clocks that are not applied; forget the rest.
+        """Return the unapplied updates of the first `clocks` clocks; forget all other updates.
 
-        Some server has applied these clocks, so all servers have voted for them.
+        At least one server has applied these clocks, so all servers have voted for them.
         """
         due = [each for each in self._due.pop(model, ()) if isinstance(each, Apply)]
         return [each for each in due if each.clock < clocks]
@@ -111,9 +111,9 @@ class Votes:
 
 
 def start_votes(server, ranks: Sequence[int], copies: bool) -> None:
-    """Let a server vote with the others, and keep copies as well if that is asked.
+    """Let a server vote with the other servers; with `copies`, let it also keep a copy of a shard.
 
-    `server` is None on a rank that is no server; `ranks` has the ranks of all servers.
+    `server` is None on a rank that is no server. `ranks` has the ranks of all servers.
     """
     if server is None or len(ranks) < 2:
         return

@@ -176,7 +176,7 @@ class Vigil:
         return self._stalled(signs, there, now)
 
     def _living(self, signs: Sequence[Sign], gone: Collection[int]) -> list[Sign]:
-        """Return the ranks that still run: they have neither ended orderly nor died."""
+        """Return the ranks that still run, which have not ended and have not died."""
         there = [sign for sign in signs if sign.code < 0]
         return [sign for sign in there if not (sign.pid in gone and sign.host == self._host)]
 

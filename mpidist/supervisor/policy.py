@@ -47,8 +47,8 @@ class Attempt(NamedTuple):
     - `memory`: a text about the rank that the kernel has killed for lack of memory; "" if none.
     - `survived`: how many ranks have died although the living ranks have finished the attempt. The
       dead ranks are then counted in `left`, and `code` is the exit code of the living ranks.
-    - `more`: if the user has asked for more ranks, how many more the next attempt shall have. This
-      attempt was ended for that reason.
+    - `more`: if this attempt was ended because the user wants more ranks: how many more ranks the
+      next attempt has.
     """
 
     ranks: int

@@ -4,8 +4,8 @@
                      seed: 0   optimizer: sgd   optimizer.lr: 0.1   model.w: (784, 10) float32 ...
     one round    if a rank has an error, all ranks raise it; otherwise the ranks compare a digest
                  (hash) of all words
-    only if the  one rank for each digest sends its words to all ranks, for the error text
-    digests differ
+    then         only if digests differ: one rank for each digest sends its words to all ranks, for
+                 the error text
 
 `MAY_DIFFER` names the arguments that may differ between ranks. All other arguments are compared,
 also arguments that will be added to `md.train` later. For `test_data` and `on_resize`, the ranks

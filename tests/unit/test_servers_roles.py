@@ -108,7 +108,7 @@ def test_bad_shares(servers, text):
     [
         ({0: 1, 4: 1}, "dedicated", "expected distinct ranks in 0..3"),
         ({-1: 1}, "colocated", "expected distinct ranks in 0..3"),
-        ("auto", "dedicated", "nobody trains; give placement='colocated'"),
+        ("auto", "dedicated", "no rank trains; give placement='colocated'"),
         ("auto", [0, 1, 2, 3], "all 4 ranks only serve"),
         ({0: 1}, [1], "rank 1 only serves but is not one of the servers [0]"),
         ("auto", [4], "rank 4 only serves but is not one of the servers"),
@@ -138,11 +138,11 @@ def test_shares_in_a_job_file():
     ("settings", "text"),
     [
         ({"shares": [[0, 1]], "servers": 2}, "shares and servers=2: give one of the two"),
-        ({"shares": [[0, 1], [0, 2]]}, "a rank stands there twice"),
+        ({"shares": [[0, 1], [0, 2]]}, "a rank is in the list twice"),
         ({"shares": [0, 1]}, "expected a list of .rank, share."),
         ({"shares": [[0, 0]]}, "the shares sum to 0"),
         ({"shares": [[-1, 1]]}, "distinct ranks"),
-        ({"servers": "auto"}, "nobody trains"),
+        ({"servers": "auto"}, "no rank trains"),
     ],
 )
 def test_bad_settings(settings, text):

@@ -18,7 +18,7 @@ from ...collectives.schedules import fixed_tree
 class AnyOrderSum:
     """Takes the pieces of one rank in any order, and passes sums of whole nodes to `sums`.
 
-    `sums` is a `PieceSum`, which gets the sums of the nodes in the order that it expects.
+    `sums` is a `PieceSum`. It gets the sums of nodes in the order of the pieces in the nodes.
     """
 
     def __init__(self, sums: PieceSum):

@@ -153,7 +153,7 @@ class PipeDreamPass(StagePass):
         pass  # the action U, which comes after the send of the input's gradient, adds and updates
 
     def _update_round(self, i: int) -> None:
-        """Update the parameters with a round's gradients; `i` is this rank's microbatch of it."""
+        """Update the parameters with a round's gradients; `i` is this rank's microbatch in it."""
         weight, chunk = self._weight_of_round(i), self._chunk
         if weight:
             if self._exchange is not None:

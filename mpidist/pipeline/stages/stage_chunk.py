@@ -55,7 +55,7 @@ class Chunk:
 
     @property
     def kept(self) -> int:
-        """The number of microbatches that have had a forward but no complete backward pass here."""
+        """The number of microbatches whose backward pass is not complete after a forward pass."""
         return len(self._tapes) + len(self._later)
 
     @property
@@ -133,8 +133,8 @@ class Chunk:
     def backward_input(self, microbatch: int, dy):
         """Return the gradient of the input, as `backward` does. Call `backward_weights` later.
 
-        A layer whose backward pass cannot be split computes all gradients here. They are kept until
-        `backward_weights` is called.
+        A layer whose backward pass cannot be split computes all its gradients here. These gradients
+        are kept until `backward_weights` is called.
         """
         tape, later = self._tapes.pop(microbatch), []
         last = 0 if self.first is None else self.first
@@ -169,7 +169,7 @@ class Chunk:
             self.vectors[0][-2] = loss
 
     def add_ready(self, microbatch: int, weight: float, ready: set[str]) -> None:
-        """Add the gradients of each part of which all names are in `ready`."""
+        """Add the gradients of each part that is ready: all its names are in `ready`."""
         for k, part in enumerate(self.parts):
             if k not in self._added and part.names and part.names <= ready:
                 part.add(microbatch, weight)

@@ -46,7 +46,7 @@ class ArrayLayout(NamedTuple):
     strides: tuple[int, ...]
 
     def encode(self, samples: int) -> np.ndarray:
-        """Return the message that tells the receiver this layout for a number of samples."""
+        """Return the message with this layout, for arrays with this number of samples."""
         text = json.dumps([samples, self.dtype, self.shape, self.strides]).encode()
         return np.frombuffer(text.ljust(_LAYOUT_BYTES), np.uint8)
 

@@ -1,6 +1,8 @@
-"""Other shares for servers while a group trains, and the measured load that proposes them.
+"""Change the shares of the servers during training, as the user asks or by their measured load.
 
-`common_elements` says what of a tensor two servers have in common in two layouts. `moved_arrays`
-sends it, `change_shares` does so for all models of a group, and `online_shares` has the methods of
-a group. `server_load` sums up what servers have measured, and `rebalance` proposes shares from it.
+A share is the fraction of each model that a server holds. `common_elements` finds the elements of a
+tensor that a server holds in the old layout and another server in the new layout. `moved_arrays`
+moves the arrays of a model to their new servers, and `change_shares` moves all models of a group.
+`online_shares` has the methods of `ServerGroup` for this. `server_load` measures the work of a
+server, and `rebalance` proposes shares from these measurements.
 """

@@ -1,4 +1,4 @@
-"""Divide all models of a group anew between servers, while no worker is within a clock.
+"""Divide all models of a group between the servers by new shares, while workers are between clocks.
 
     every rank   its arguments, its host and memory, what its server holds   -> rank 0
     rank 0       checks all of it, and chooses the shares                    -> every rank
@@ -6,7 +6,7 @@
     every host   shares memory again
     every rank   uses the new layout: servers, gates of new servers, clients
 
-Nothing has changed when a check fails: all ranks raise the same error, and the group goes on.
+If a check fails, all ranks raise the same error, and nothing has changed, so the group can go on.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ DOING = "repartition"
 
 
 class AskedShares(NamedTuple):
-    """The arguments of `repartition`; dedicated servers have none."""
+    """The arguments of `repartition` on a worker."""
 
     servers: Any = None
     weights: Any = None
 
 
 class ModelState(NamedTuple):
-    """What all servers of one model must know of it.
+    """The state of one model that a new server needs.
 
     `ages` has, for each worker, how many updates were made since its newest pull. `gate` has the
-    attributes of the first server's gate, and `scalars` those of its optimizer, by their paths.
+    attributes of the first server's gate. `scalars` has the scalars of the first server's optimizer
+    state, by their paths.
     """
 
     slots: dict[int, list]
@@ -71,7 +72,7 @@ class NewShares(NamedTuple):
 
 
 class Members(NamedTuple):
-    """What a rank knows of its group. `server` is None if the rank does not serve."""
+    """The members of a group, as one rank knows them. `server` is None if it is no server."""
 
     link: Link
     server: Server | None
@@ -85,10 +86,10 @@ class Members(NamedTuple):
 
 
 def change_shares(members: Members, given: AskedShares | None) -> Members | None:
-    """Divide the models of a group anew. Collective over the group, while workers are in a pause.
+    """Divide the models of a group by new shares. Collective, while the workers are in a pause.
 
-    `given` has the arguments on a worker, and is None on a dedicated server. Returns what the rank
-    knows from now on, or None if nothing changes.
+    `given` has the arguments on a worker, and is None on a dedicated server. Returns the new
+    `Members`, or None if nothing changes.
     """
     link, server = members.link, members.server
     with link.serving(nothing):
@@ -133,7 +134,7 @@ def _move(
 
 
 def _finish_sending(link, models: Sequence[Hosted]) -> None:
-    """Wait until MPI sends nothing from the arrays of this server any more."""
+    """Wait until MPI no longer sends from the arrays of this server."""
 
     def is_done() -> bool:
         for model in models:
@@ -212,7 +213,7 @@ def _facts(hosted: Hosted) -> dict[str, Any]:
 
 
 def _decide(members: Members, everyone: list[dict]) -> NewShares | None:
-    """On rank 0: check what all ranks have, and choose shares; None if nothing changes."""
+    """On rank 0: check the facts of all ranks, and choose shares; None if nothing changes."""
     first = everyone[members.workers[0]]["asked"]
     told = [first if one["asked"] is None else one["asked"] for one in everyone]
     if differs := difference([{"servers": repr(a), "weights": repr(b)} for a, b in told]):
@@ -248,7 +249,7 @@ def _decide(members: Members, everyone: list[dict]) -> NewShares | None:
 
 
 def _shares(members: Members, servers, weights, hosts) -> tuple[list[int], list[float]]:
-    """Return the ranks of all servers and their shares, those that hold nothing included."""
+    """Return the ranks of all servers and their shares, also of servers that hold nothing."""
     present = members.servers
     if servers == AUTO:
         servers = balanced_shares(hosts, members.workers)
@@ -271,7 +272,10 @@ def _shares(members: Members, servers, weights, hosts) -> tuple[list[int], list[
 
 
 def _agreed_slots(name: str, served: Sequence[Mapping]) -> dict[int, list]:
-    """Return the arrays of each tensor, the parameters last."""
+    """Return the slots (kinds of arrays) of each tensor, the parameters last.
+
+    Raises ConfigError if servers have different slots.
+    """
     found: dict[int, dict] = {}
     pulled = {s: None for one in served for slots in one["slots"].values() for s in slots}
     workers = sorted(slot for slot in pulled if slot[0] == PULLED)
@@ -327,11 +331,11 @@ def _divided(old: ServerLayout, shares: list[float]) -> ServerLayout:
     return place_tensors(specs, shares, policies)
 
 
-# -- servers that begin ------------------------------------------------------------------------
+# -- new servers -------------------------------------------------------------------------------
 
 
 def _new_server(members: Members, plan: NewShares) -> Server:
-    """Return the server of a rank that is to serve from now on; it holds nothing yet."""
+    """Return the `Server` of a rank that begins to serve; it holds nothing yet."""
     index = plan.servers.index(members.link.comm.rank)
     server = Server(members.link, index, members.workers, plan.servers)
     for client in members.clients:  # in the order of the models' numbers
@@ -350,7 +354,7 @@ def _new_server(members: Members, plan: NewShares) -> Server:
 
 
 def _begin(asked, layout: ServerLayout, index: int, workers: int) -> Hosted:
-    """Return a model on a new server, which holds nothing of it yet."""
+    """Return a model on a new server, which holds no elements of the model yet."""
     pieces = layout.pieces + ((),) * (index + 1 - len(layout.pieces))
     shard = ServerShard(layout._replace(pieces=pieces), index, asked.optimizer, {}, 0)
     return Hosted(asked, shard, workers)

@@ -1,4 +1,4 @@
-"""Which elements of a tensor a server of one layout and a server of another layout both hold.
+"""Find the elements of a tensor that a server holds in one layout and a server in another layout.
 
     old   server 0 | 0 1 2 3 4 5 6 7 | server 1 | 8 9 10 11 |
     new   server 0 | 0 1 2 3 4 5 |     server 1 | 6 7 8 9 10 11 |      only 6 and 7 change owner
@@ -19,7 +19,8 @@ from ..layout.placement import ServerLayout
 class Common(NamedTuple):
     """The common elements of two pieces, as an index of each piece's array.
 
-    The index is a slice of a 1-D array, or, if rows are dealt, an array of rows of a `table`.
+    The index is a slice of a 1-D array. If rows are dealt to the servers in turn, it is an array of
+    row numbers of the result of `table`.
     """
 
     old: Any
@@ -27,7 +28,7 @@ class Common(NamedTuple):
     width: int = 0
 
     def table(self, array: np.ndarray) -> np.ndarray:
-        """Return a view of a piece's array that the indices fit."""
+        """Return the view of a piece's array to which the indices apply."""
         return array.reshape(-1, self.width) if self.width else array
 
 
@@ -37,7 +38,7 @@ class TensorMove:
     Attributes
     ----------
     old, new : list of Piece or None
-        The piece of each server.
+        The piece of each server, or None for a server without a piece.
     changes : bool
         Whether any server's piece changes.
     """
@@ -53,7 +54,10 @@ class TensorMove:
         return self.old[server] == self.new[server] and self._same
 
     def common(self, i: int, j: int) -> Common | None:
-        """Return what server `i` holds in the old layout and server `j` in the new one."""
+        """Return the elements that server `i` has in the old and server `j` in the new layout.
+
+        Returns None if there are no such elements.
+        """
         a, b = self.old[i], self.new[j]
         if a is None or b is None:
             return None
@@ -71,7 +75,7 @@ class TensorMove:
 class Divided:
     """A layout, with the piece of each tensor on each server, for a number of servers.
 
-    Servers that the layout does not know hold nothing.
+    This number may be larger than that of the layout; the additional servers hold nothing.
     """
 
     def __init__(self, layout: ServerLayout, servers: int):

@@ -1,11 +1,11 @@
-"""Move the arrays of one model from the servers of an old layout to those of a new one.
+"""Move the arrays of one model from the servers of an old layout to the servers of a new layout.
 
-    tensor after tensor, slot after slot (parameters, then each kind of optimizer state)
-        new array      | what this server keeps: copied | what others give: received into it |
-        old array      | what others get: sent from it  |   then it is freed
+    for each tensor, and each slot (each kind of optimizer state, and then the parameters):
+        new array      | elements that stay here: copied | elements of others: received into it |
+        old array      | elements for others: sent       |   then it is freed
 
-Only elements that change owner travel, straight from their old server to the new one. A server
-needs memory for one more array at a time, whose old form is freed before the next one is made.
+Only elements that change owner are sent, directly from the old server to the new server. A server
+needs memory for one more array, because an old array is freed before the next new array is made.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..modes.hosted_model import Hosted
 from ..protocol import MESSAGE_BYTES, VALUES
 from .common_elements import Common, Divided, TensorMove
 
-#: The name of an array with one entry per parameter: "parameters", or "state" and the keys of the
-#: dicts in which the optimizer keeps it, or "pulled" and the number of a worker.
+#: The name of an array with one entry per parameter: ("parameters",), or "state" and the keys of
+#: the array in the optimizer's nested dicts, or "pulled" and the number of a worker.
 Slot = tuple[Any, ...]
 
 PARAMETERS: Slot = ("parameters",)
@@ -35,12 +35,12 @@ PULLED = "pulled"
 
 
 def arrays_of(hosted: Hosted) -> dict[int, dict[Slot, np.ndarray]]:
-    """Return the arrays of each tensor of which a server holds a piece.
+    """Return the arrays of each tensor of which this server holds a piece.
 
     Raises
     ------
     ConfigError
-        The optimizer keeps an array that has not one entry per parameter.
+        An array of the optimizer's state does not have one entry per parameter.
     """
     shard = hosted.shard
     numbers = {shard.layout.key(p): p.tensor for p in shard.layout.pieces[shard.server]}
@@ -54,7 +54,7 @@ def arrays_of(hosted: Hosted) -> dict[int, dict[Slot, np.ndarray]]:
         elif np.ndim(leaf):
             raise ConfigError(
                 f"model {hosted.name!r}: the optimizer's state {'/'.join(path)!r} has shape "
-                f"{np.shape(leaf)}, and not one entry per parameter, so it cannot be divided anew"
+                f"{np.shape(leaf)}, and not one entry per parameter, so it cannot be divided"
             )
     for worker, kept in enumerate(hosted.kept()):
         for key, array in kept.items():
@@ -69,7 +69,7 @@ def move_model(
     layouts: tuple[ServerLayout, ServerLayout],
     slots: Mapping[int, Sequence[tuple[Slot, str]]],
 ) -> None:
-    """Give each server what it holds in the new layout. All servers call it.
+    """Give each server its elements in the new layout. All servers must call this function.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ def move_model(
     layouts : (ServerLayout, ServerLayout)
         The old and the new layout.
     slots : mapping
-        For each tensor, its arrays in an order that all servers share, with their dtypes; the
+        For each tensor, its slots and their dtypes, in the same order on all servers; the
         parameters come last.
     """
     me = hosted.shard.server
@@ -97,7 +97,7 @@ def move_model(
             _take_out(hosted, old.layout.key(before))
         for slot, dtype in slots[tensor]:
             if slot[0] == PULLED and before is not None:
-                # What a worker has not pulled counts as pulled now.
+                # If a worker has not pulled these elements yet, they count as pulled now.
                 held.setdefault(slot, held[PARAMETERS])
             taken = None if after is None else np.empty(after.stop - after.start, dtype_of(dtype))
             _exchange(link, ranks, me, move, held.pop(slot, None), taken)
@@ -107,9 +107,10 @@ def move_model(
 
 
 def _exchange(link: Link, ranks: Sequence[int], me: int, move: TensorMove, given, taken) -> None:
-    """Send what others get of the array `given`, and fill the new array `taken`.
+    """Send elements of the old array `given` to other servers, and fill the new array `taken`.
 
-    Either is None if this server has nothing of the tensor before, or from now on.
+    `given` is None if this server had no elements of the tensor, and `taken` is None if it will
+    have none.
     """
     requests: list[MPI.Request] = []
     memory: list[np.ndarray] = []
@@ -140,7 +141,7 @@ def _exchange(link: Link, ranks: Sequence[int], me: int, move: TensorMove, given
 
 
 def _take_out(hosted: Hosted, key: str) -> None:
-    """Remove a piece from the dicts of a shard and from what workers have pulled of it."""
+    """Remove a piece from the dicts of a shard, and from the copies of pulled parameters."""
     for tree in (hosted.shard.parameters, hosted.shard.state, *hosted.kept()):
         _pop(tree, key)
 

@@ -1,4 +1,4 @@
-"""The methods of a server group that change its servers and their shares while it trains."""
+"""The methods of `ServerGroup` that change its servers and their shares during training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .server_load import ServerLoad
 
 
 class OnlineShares:
-    """What `ServerGroup` inherits: calls of all workers in which the servers take part."""
+    """The base class of `ServerGroup` with the calls that change or measure shares."""
 
     comm: Any
     link: Link
@@ -33,7 +33,7 @@ class OnlineShares:
     _layouts: dict[str, ServerLayout]
     _clients: list[Client]
     _server: Server | None
-    _measured: BusySince  # of this rank's server, at the last look
+    _measured: BusySince  # the measurement of this rank's server at the last `rebalance`
     _changes: ModelChanges
     transports: dict[str, Transport]
     _pause: Callable[[Any], None]
@@ -57,9 +57,9 @@ class OnlineShares:
         Parameters
         ----------
         servers : int, sequence of int, mapping of int to float, or "auto", optional
-            As for `ServerGroup`; by default the present servers. A worker may begin to serve, as a
-            colocated server. A server that is not named, or has share 0, holds nothing from now on.
-            It stays in `server_ranks`, and a dedicated one waits for another share.
+            As for `ServerGroup`; by default the present servers. A worker may become a colocated
+            server. A server that is not named, or has share 0, holds nothing afterwards. It stays
+            in `server_ranks`, so it can get a share later.
         weights : sequence of float, optional
             The share of each server, in the order of `servers`, or of `server_ranks`. Equal shares
             by default.
@@ -67,58 +67,61 @@ class OnlineShares:
         Raises
         ------
         ConfigError
-            On all ranks, and the group goes on as before: shares that are no shares, a server that
-            does not exist, an elastic run, a model with an open table, an optimizer whose state is
-            not one array like each parameter and scalars, too little memory.
+            On all ranks, and the group can go on as before. The shares are wrong, a server does not
+            exist, the run is elastic, a model has an open table, a host has too little memory, or
+            an optimizer's state has other arrays than arrays of the shape of a parameter and
+            scalars.
         MismatchError
-            On all ranks, and the group goes on as before: the arguments differ.
+            On all ranks, and the group can go on as before. The arguments differ between workers.
         ProtocolError
-            The workers stand at different clocks of a model whose mode holds pushes, or some of
-            them make another call.
+            The workers are at different clocks of a model whose mode holds pushes, or some workers
+            make another call.
         """
         self._with_servers("repartition", AskedShares(servers, weights))
 
     def load(self) -> list[dict[str, float]]:
-        """Return what each server has measured of its work so far. Collective over the workers.
+        """Return the measured work of each server so far. Collective over the workers.
 
-        Called as `repartition`. The end of the ``with`` block has the same numbers in `report`.
+        The workers call it as they call `repartition`. After the end of the ``with`` block,
+        `report` has the same numbers.
 
         Returns
         -------
         list of dict
-            For each rank in `server_ranks`: ``rank``; ``share``, the fraction of each model that it
-            holds now; ``busy_seconds``, in which it received requests, updated or answered;
-            ``bytes_in`` and ``bytes_out``; ``pushes`` and ``pulls``, the requests with a push and
-            with a pull; ``rows``, those that pushes and pulls have named.
+            A dict for each rank in `server_ranks`. ``rank``: the rank. ``share``: the fraction of
+            each model that it holds now. ``busy_seconds``: the seconds in which it received
+            requests, made updates or wrote answers. ``bytes_in``, ``bytes_out``: the bytes of
+            requests and of answers. ``pushes``, ``pulls``: the numbers of requests with a push and
+            with a pull. ``rows``: the number of rows that pushes and pulls have named.
         """
         return self._with_servers("load", None)
 
     def rebalance(self, policy=None) -> list[float] | None:
-        """Measure the servers, and change shares if that takes work from the busiest.
+        """Measure how busy the servers are, and give the busiest servers smaller shares.
 
-        Collective over the workers, called as `repartition`, which it uses.
+        Collective over the workers, which call it as they call `repartition`.
 
         Parameters
         ----------
         policy : Rebalance, or what `ParameterServer` takes as `rebalance`, optional
-            How far shares follow the busy seconds of the servers since the last call. `every` has
-            no effect here.
+            How far shares follow the busy seconds of the servers since the last call. The setting
+            `every` has no effect here.
 
         Returns
         -------
         list of float or None
-            The new shares; None if the present ones are good enough, or the servers were busy for
-            less than a fiftieth of the time. A slow network link does not show in busy seconds.
+            The new shares; None if the present shares are good enough, or if the servers were busy
+            for less than a fiftieth of the time. Busy seconds do not show a slow network link.
 
         Raises
         ------
         ConfigError, MismatchError
-            On all ranks, and the group goes on as before: as `repartition`.
+            On all ranks, as in `repartition`. The group can go on as before.
         """
         return self._with_servers("rebalance", policy)
 
     def _with_servers(self, call: str, given: Any) -> Any:
-        """On a worker: pause the servers, and do a call of `_CALLS` together with them."""
+        """On a worker: pause the servers, and do one of the calls in `_CALLS` with them."""
         self._workers(call)
         with GroupCall(self.link, call), self.link.doing(call):
             self._pause({"call": call})
@@ -128,11 +131,11 @@ class OnlineShares:
                 self._changes.resumed()
 
     def _take_part(self, tag: Mapping[str, str]) -> None:
-        """On a dedicated server: do such a call with the workers, and then serve again."""
+        """On a dedicated server: do one of the calls in `_CALLS` with the workers in a pause."""
         try:
             _CALLS[tag["call"]](self, None)
         except MpidistError as error:
-            # The workers have the same error, and may go on.
+            # If all ranks have raised this error together, the workers may catch it and go on.
             if self.link.failed is not None or getattr(error, "known_on", None) is not self.link:
                 raise
 
@@ -187,7 +190,7 @@ class OnlineShares:
 
 
 def _both(before: Callable[[], bool], server: Server) -> Callable[[], bool]:
-    """Return what a wait of a rank calls that begins to serve."""
+    """Return the function that waits call on a rank that begins to serve."""
     server.on_pause = lambda tag: None
     return server.poll if before is nothing else lambda: before() | server.poll()
 

@@ -1,13 +1,13 @@
-"""Propose shares from what servers have measured; uses no MPI.
+"""Propose shares from the measured busy seconds of the servers; uses no MPI.
 
     shares           1/2         1/2         of each model
-    busy seconds     0.2         0.8         since the last look
+    busy seconds     0.2         0.8         since the last measurement
     speed            2.5         0.6         share per busy second
     in proportion    0.8         0.2         the shares with which both would be busy for 0.32 s
 
-The shares move half of the way, because busy seconds have parts that do not grow with the share,
-and because a measurement may be disturbed. They move only if the busiest server then has clearly
-less to do, so small differences never move anything.
+By default, shares change only by half of the difference, because a part of the busy seconds does
+not depend on the share, and because a measurement may be disturbed. They change only if the busiest
+server would then be busy for clearly less time, so small differences have no effect.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ...registry import checked_whole
 #: A server keeps at least this fraction of an equal share, so that its speed is still measured.
 _LEAST = 0.1
 
-#: Servers that are busy for less than this fraction of the time do not hold up anybody.
+#: If the servers are busy for less than this fraction of the time, shares do not change.
 _BUSY = 0.02
 
 
 class BusySince(NamedTuple):
-    """The busy seconds and the pushes of a server, and the time of the look, or those since one."""
+    """The busy seconds and pushes of a server until a time; `since` returns their differences."""
 
     busy: float = 0.0
     pushes: int = 0
     seconds: float = 0.0
 
     def since(self, before: BusySince) -> BusySince:
-        """Return the differences from an earlier look."""
+        """Return the differences from an earlier measurement."""
         busy, pushes, seconds = before
         return BusySince(self.busy - busy, self.pushes - pushes, self.seconds - seconds)
 
@@ -46,12 +46,13 @@ class Rebalance:
     Parameters
     ----------
     every : int
-        The number of steps between two looks, at least 1.
+        The number of steps between two measurements, at least 1.
     gain : float
-        The shares change only if the busiest server would be busy for at least this fraction less
-        with the shares that the measurement implies; above 0 and below 1.
+        Above 0 and below 1. The shares change only if shares in proportion to the measured speeds
+        would reduce the busy seconds of the busiest server by at least this fraction.
     step : float
-        How far shares move, from 0 (not at all) to 1 (to the shares that the measurement implies).
+        How far the shares change, above 0 and at most 1. With 1, they become proportional to the
+        measured speeds.
 
     Raises
     ------
@@ -74,7 +75,7 @@ class Rebalance:
                 raise ConfigError(f"Rebalance: {name} is {shown(value)}, expected {limits}")
 
     def follow(self, shares: Sequence[float], since: Sequence[BusySince]) -> list[float] | None:
-        """Return `propose` of what servers have measured, or None if it says too little."""
+        """Return `propose` for the measurements `since`; None if the servers were hardly busy."""
         if any(not one.pushes for one in since):
             return None
         if all(one.busy < _BUSY * one.seconds for one in since):
@@ -82,14 +83,14 @@ class Rebalance:
         return self.propose(shares, [one.busy for one in since])
 
     def propose(self, shares: Sequence[float], busy: Sequence[float]) -> list[float] | None:
-        """Return new shares, or None if the present ones are good enough.
+        """Return new shares, or None if the present shares are good enough.
 
         Parameters
         ----------
         shares : sequence of float
-            The share of each server. A server with share 0 keeps it.
+            The share of each server. A server with share 0 keeps this share.
         busy : sequence of float
-            The busy seconds of each server since the last look.
+            The busy seconds of each server since the last measurement.
         """
         serving = [k for k, share in enumerate(shares) if share]
         if len(serving) < 2 or min(busy[k] for k in serving) <= 0:

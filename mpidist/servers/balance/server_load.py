@@ -1,4 +1,4 @@
-"""What a server measures of its work: busy seconds, bytes, requests and rows; uses no MPI."""
+"""The measured work of a server: busy seconds, bytes, requests and rows; uses no MPI."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ class ServerLoad:
     busy_seconds : float
         Seconds in which the server received requests, updated parameters or wrote answers.
     bytes_in, bytes_out : int
-        The bytes of requests and of answers, headers included.
+        The bytes of requests and of answers, including headers.
     pushes, pulls : int
-        Requests with a push and with a pull, those for nothing on this server included.
+        The numbers of requests with a push and with a pull, including requests that name no tensor
+        of this server.
     rows : int
-        The rows that pushes and pulls have named.
+        The number of rows that pushes and pulls have named.
     """
 
     busy_seconds: float = 0.0
@@ -39,7 +40,7 @@ class ServerLoad:
         pushed: Sequence[ShardPart],
         pulled: Sequence[ShardPart],
     ) -> None:
-        """Count a request, with the parts that it lists; pieces follow in messages of their own."""
+        """Count a request and the parts that it lists. Pieces in later messages are not counted."""
         self.bytes_in += header.total + whole.nbytes * (header.push_words in (STREAM, MEMORY))
         self.bytes_out += whole.nbytes * (header.pull_words == STREAM)
         self.pushes += bool(header.flags & PUSH)
@@ -48,5 +49,5 @@ class ServerLoad:
             self.rows += sum(len(rows) for _, rows in (*pushed, *pulled) if rows is not None)
 
     def facts(self) -> dict[str, float]:
-        """Return all numbers by their names."""
+        """Return a dict of all numbers by name."""
         return asdict(self)

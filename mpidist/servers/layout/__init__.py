@@ -1,3 +1,4 @@
-"""The layout of a model: which server holds which part, how messages list parts, and the memory
-needed.
+"""The layout of a model: which server holds which part, and how messages list parts.
+
+The room also chooses the ranks of servers and workers, and checks the memory of the servers.
 """

@@ -1,4 +1,4 @@
-"""All ranks of a new group agree on servers, workers and shares."""
+"""The ranks of a new group agree which ranks are servers and workers, and on the shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare the memory that servers need with the memory of their nodes, before allocating."""
+"""Compare the memory that servers need with the memory of their hosts, before it is allocated."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ def needed(
 ) -> int:
     """Return how many bytes a server allocates at most if it holds `shard` bytes of a model.
 
-    The sum counts parameters, optimizer state, one sum of gradients, the pushes that the server
-    holds (one per worker where workers wait for each other), the answers that are being sent, and
-    the parameters that each worker has `pulled`, if the server keeps them.
+    The sum counts the parameters, the optimizer state, one sum of gradients, the pushes that the
+    server holds (one per worker in modes in which workers wait for each other), and the answers
+    that are being sent. With `pulled`, it also counts a copy of the parameters for each worker.
 
-    If the server answers each piece of a push at once, `ahead` has the bytes of a worker's pieces
-    that are on the way, and no whole push is held. Pushes of some tensors or rows, and `push`
-    alone, need more than that, and so may another mode during training.
+    If the server answers each piece of a push immediately, `ahead` has the bytes of a worker's
+    pieces that are on the way, and no whole push is counted. A server needs more memory than this
+    if workers push only some tensors or rows, or call `push` without a pull. A change to another
+    mode may also need more memory.
     """
     copies += workers * pulled
     if ahead is not None and ahead < shard:
@@ -52,8 +53,8 @@ def check_capacity(model: str, servers: list[tuple[int, str, int, int | None]]) 
     for host in dict.fromkeys(host for _, host, _, _ in servers):
         here = [entry for entry in servers if entry[1] == host]
         need = sum(entry[2] for entry in here)
-        # The servers of one node share its memory, so the smallest number that they report for free
-        # memory counts.
+        # The servers of one host share its memory. They may report different amounts of free
+        # memory, and the smallest amount is used.
         free = min((entry[3] for entry in here if entry[3] is not None), default=None)
         if free is not None and need > free:
             ranks = ", ".join(str(entry[0]) for entry in here)

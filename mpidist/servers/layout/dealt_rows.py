@@ -1,14 +1,17 @@
-"""Rows that are dealt to the servers in turn, so that no server has all the rows that many need.
+"""Deal the rows of a table to the servers in turn, so that no server has all frequent rows.
 
     rows of a table          0 1 2 3 4 5 6 7      tables often have their frequent rows first
     in dealt order           0 3 6 | 1 4 7 | 2 5  server s of n holds rows s, s + n, s + 2n, ...
     shares 1 : 1 : 2         2 6 | 3 7 | 0 1 4 5  the turns 2, 2, 0, 1 are repeated
 
-Servers with equal shares take turns. With other shares, the turns of a period of up to 256 rows go
-to the servers in proportion to the shares, spread evenly. A server with share 0 has no turn.
+If all shares are equal, the servers take turns: each next row belongs to the next server. With
+other shares, a period of up to 256 rows is repeated, in which each server has turns in proportion
+to its share, spread evenly. A server with share 0 has no turn.
 
-Messages and shards know the dealt order only, in which each server has one range of rows, as of any
-other tensor. Clients translate; saved pieces name rows as the user does. This module uses no MPI.
+The dealt order lists all rows of the first server, then all rows of the second server, and so on.
+Messages and shards use only the dealt order, in which each server has one range of rows, as of any
+other tensor. Clients translate between the user's row numbers and the dealt order. Saved pieces
+have the user's row numbers. This module uses no MPI.
 """
 
 from __future__ import annotations
@@ -18,15 +21,16 @@ from functools import lru_cache
 
 import numpy as np
 
-#: The longest period of turns, and how far from its share a server's part of the turns may be.
+#: The longest period of turns, and how much a server's fraction of the turns may differ from its
+#: share.
 _PERIOD, _ERROR = 256, 0.03
 
-#: The server of each row of a period.
+#: One period of turns: the server of each row.
 Turns = tuple[int, ...]
 
 
 def turns_of(shares: Sequence[float]) -> Turns:
-    """Return the shortest turns that are close to these shares, or the closest ones."""
+    """Return the shortest period close to these shares; if none is close, the closest period."""
     total = sum(shares)
     parts = [share / total for share in shares]
     living = [part for part in parts if part]
@@ -53,7 +57,7 @@ def dealt_to(server: int, count: int, turns: Turns) -> np.ndarray:
 
 
 def first_rows(count: int, turns: Turns) -> list[int]:
-    """Return where, in dealt order, the rows of each server begin, and the end."""
+    """Return the positions in dealt order where the rows of each server begin, and the end."""
     periods, more = divmod(count, len(turns))
     number = max(turns) + 1
     each, last = (
@@ -63,7 +67,7 @@ def first_rows(count: int, turns: Turns) -> list[int]:
 
 
 def dealt_places(rows: np.ndarray, count: int, turns: Turns) -> np.ndarray:
-    """Return the places of `rows` in the dealt order of a table of `count` rows."""
+    """Return the positions of `rows` in the dealt order of a table of `count` rows."""
     first, each = _turn_places(count, turns)
     periods, place = np.divmod(rows, len(turns))
     return first[place] + periods * each[place]
@@ -71,7 +75,7 @@ def dealt_places(rows: np.ndarray, count: int, turns: Turns) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _turn_places(count: int, turns: Turns) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each turn the place of its first row, and how many turns its server has."""
+    """Return for each turn the position of its first row, and how many turns its server has."""
     servers = np.array(turns)
     each = np.bincount(servers)
     order = np.argsort(servers, kind="stable")

@@ -1,4 +1,4 @@
-"""Say how the bytes of the models are divided between the servers of a group; uses no MPI."""
+"""Report how the bytes of the models are divided between the servers of a group; uses no MPI."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def group_text(
     shares: Sequence[float],
     layouts: Mapping[str, ServerLayout],
 ) -> str:
-    """Return one line with roles and shares, and the bytes of each model on each server."""
+    """Return one line with roles, shares, and the bytes of each model on each server."""
     each = ", ".join(
         f"{rank}{'' if rank in workers else ' (only serves)'} {share:.1%}"
         for rank, share in zip(servers, shares, strict=True)

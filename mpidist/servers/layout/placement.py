@@ -4,12 +4,12 @@
     small        b0 b3          b1             b2         largest first, to the emptiest server
     large        WWWWWWWWWW|WWWWWWWWWWWWW|WWWWWWWWVVVV    each server in turn is filled to the mean
 
-Small tensors are placed first. Large tensors are placed after the small ones and cut where a server
-is full, so that all servers hold nearly the same number of bytes for any shapes. A tensor has at
-most one piece on a server, and the piece is a contiguous range of the flattened tensor. If the rows
-of a tensor are small compared with the bytes of a server, the tensor is cut only between rows, and
-a pull of rows asks only the servers that have the rows. Servers with unequal shares are filled in
-proportion to them (`roles`).
+Small tensors are placed first. Then large tensors are placed; a large tensor is cut where a server
+is full. So all servers hold nearly the same number of bytes for any shapes. A tensor has at most
+one piece on a server, and the piece is a contiguous range of the flattened tensor. If the rows of a
+tensor are small compared with the bytes of a server, the tensor is cut only between rows, so a pull
+of rows asks only the servers that have these rows. If servers have unequal shares (`roles`), they
+are filled in proportion to the shares.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Piece(NamedTuple):
 
 
 class RowPolicy(NamedTuple):
-    """How a table is updated and divided, see `rows.row_policies`.
+    """How a table is updated and divided between servers, see `rows.row_policies`.
 
-    `open` has the arguments of `OpenRows` of a table with `rows` "open".
+    `open` has the arguments of `OpenRows`, if the table has ``rows="open"``.
     """
 
     rows: str = "dense"
@@ -51,10 +51,10 @@ class RowPolicy(NamedTuple):
 class Tensor(NamedTuple):
     """The name, shape and dtype of one tensor, and whether the tensor is cut only between rows.
 
-    `lazy`: an update moves only the rows that a push names. `dealt`: the turns in which rows are
-    dealt to the servers, see `dealt_rows`; empty if each server has consecutive rows. `open`: the
-    policy of a table whose rows are made when they are needed; its shape then begins with 0, and
-    its piece on server k is ``Piece(tensor, k, k)``.
+    `lazy` says whether an update changes only the rows that a push names. `dealt` has the turns in
+    which rows are dealt to the servers, see `dealt_rows`; it is empty if each server has
+    consecutive rows. `open` is the policy of a table whose rows are made when they are needed. The
+    shape of such a table begins with 0, and its piece on server k is ``Piece(tensor, k, k)``.
     """
 
     name: str
@@ -102,7 +102,7 @@ class ServerLayout(NamedTuple):
 
     @property
     def imbalance(self) -> float:
-        """The largest quotient of a server's bytes and its share of all; 1.0 is perfect balance."""
+        """The largest ratio of a server's bytes to its share of all bytes; 1.0 means balance."""
         loads = self.bytes_of_all()
         total = sum(loads)
         if not total:
@@ -131,8 +131,8 @@ def place_tensors(
     specs : mapping
         Name to (shape, dtype).
     servers : int or sequence of float
-        Number of servers, at least 1, with equal shares; or the share of each. A server with share
-        0 holds nothing.
+        Number of servers, at least 1, with equal shares; or the share of each server. A server with
+        share 0 holds nothing.
     policies : mapping, optional
         Name to `RowPolicy`.
     """

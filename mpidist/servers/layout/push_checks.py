@@ -10,7 +10,7 @@ import numpy as np
 from ...arrays import all_finite
 from ...errors import ConfigError, shown
 
-_MANY = 1 << 62  # the number of samples must be lower: 64 bits in a header
+_MANY = 1 << 62  # the number of samples must be lower, because a header has 64 bits for it
 
 
 def checked_samples(model: str, samples, global_batch: int | None) -> int | None:

@@ -3,7 +3,7 @@
 servers=2                  the last two ranks, with equal shares
 servers=[0, 8]             these ranks, with equal shares
 servers={0: 1, 1: 1, 2: 4} these ranks, with these shares of the bytes
-servers="auto"             all ranks, with the shares by which BytePS divides a model
+servers="auto"             all ranks, with the shares that BytePS uses (`balanced_shares`)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def ranks_asked(servers) -> int | list[int] | dict[int, float] | str:
     Raises
     ------
     ConfigError
-        `servers` is none of these, or has shares that are no shares.
+        `servers` is none of these, or a share is not a finite number of at least 0.
     """
     if isinstance(servers, Mapping):
         return _shares_asked(servers)
@@ -71,14 +71,14 @@ def _shares_asked(servers: Mapping) -> dict[int, float]:
             f"servers={shown(dict(servers))}: the shares sum to {total:g}; give at least one rank "
             "a share above 0"
         )
-    # A server whose share is lost in rounding would hold nothing.
+    # A share that is rounded to 0 is left out, because its server would hold nothing.
     return {rank: found[rank] for rank in sorted(found) if found[rank] / total > 0}
 
 
 def choose_ranks(size: int, servers, placement) -> tuple[list[int], list[int]]:
     """Return which of `size` ranks are servers and which are workers, as two lists.
 
-    `servers` is as `ranks_asked` returns it. With "auto", the list of the servers has all ranks.
+    `servers` is a result of `ranks_asked`. With "auto", all ranks are servers.
 
     Raises
     ------
@@ -100,7 +100,7 @@ def choose_ranks(size: int, servers, placement) -> tuple[list[int], list[int]]:
     elif servers == AUTO:
         if alone:
             raise ConfigError(
-                "servers='auto' makes every rank a server, and with placement='dedicated' nobody "
+                "servers='auto' makes every rank a server, and with placement='dedicated' no rank "
                 "trains; give placement='colocated', or the list of the ranks that only serve"
             )
         chosen = list(range(size))
@@ -122,7 +122,7 @@ def choose_ranks(size: int, servers, placement) -> tuple[list[int], list[int]]:
         raise ConfigError(f"{len(chosen)} servers {left}; {cure}")
     if len(dedicated) == size:
         raise ConfigError(
-            f"placement={only_serve}: all {size} ranks only serve, and nobody trains; leave out "
+            f"placement={only_serve}: all {size} ranks only serve, and no rank trains; leave out "
             "at least one rank"
         )
     return chosen, [rank for rank in range(size) if rank not in dedicated]
@@ -141,11 +141,11 @@ def _ranks_listed(placement) -> list[int]:
 
 
 def balanced_shares(hosts: Sequence[Hashable], workers: Sequence[int]) -> dict[int, float]:
-    """Return the shares of all ranks with which no host sends more bytes than needed.
+    """Return the shares of all ranks with which no host must send more bytes than needed.
 
-    With n hosts that have workers and k hosts that only serve, BytePS (Jiang et al., OSDI 2020)
-    gives each of the k hosts ``2 (n - 1)`` parts and each of the n hosts ``n - k`` parts. The ranks
-    of a host have equal shares. Where n is at most k, only the k hosts serve.
+    Suppose that n hosts have workers and k hosts only serve. Then BytePS (Jiang et al., OSDI 2020)
+    gives each of the k hosts ``2 (n - 1)`` parts of the model, and each of the n hosts ``n - k``
+    parts. The ranks of a host have equal shares. If n is at most k, only the k hosts serve.
 
     Parameters
     ----------
@@ -166,7 +166,7 @@ def balanced_shares(hosts: Sequence[Hashable], workers: Sequence[int]) -> dict[i
 
 
 def listed_shares(shares, servers) -> dict:
-    """Return the dict of shares that a job file writes as a list of pairs."""
+    """Return the dict of shares, which a job file has as a list of pairs [rank, share]."""
     if servers != 1:
         raise ConfigError(f"shares and servers={shown(servers)}: give one of the two")
     try:
@@ -177,10 +177,10 @@ def listed_shares(shares, servers) -> dict:
             f"shares={shown(shares)}; expected a list of [rank, share], such as [[0, 1], [1, 4]]"
         ) from None
     if len(found) < len(pairs):
-        raise ConfigError(f"shares={shown(shares)}: a rank stands there twice; give each one once")
+        raise ConfigError(f"shares={shown(shares)}: a rank is in the list twice; give each once")
     return found
 
 
 def has_shares(servers: Any, placement: Any) -> bool:
-    """Whether the arguments give shares, or a list of the ranks that only serve."""
+    """Whether `servers` gives shares, or `placement` is a list of the ranks that only serve."""
     return isinstance(servers, Mapping | str) or not isinstance(placement, str)

@@ -1,4 +1,4 @@
-"""List the parts of a model that a message carries, and where their bytes lie; uses no MPI.
+"""List the parts of a model in a message, and the positions of their bytes; uses no MPI.
 
 A part is a whole piece of a tensor, or some rows of a piece. A message lists its parts in a
 selection (an array of int64): ``tensor, -1`` for a whole piece, ``tensor, n, row 1, ... row n`` for
@@ -18,12 +18,12 @@ from ..rows.key_values import owners
 from .placement import Piece, ServerLayout
 
 _ALIGN = 8
-# The views of so many buffers of at most so many bytes are kept.
+# The views of at most this many buffers are kept, and only if the buffers have at most this size.
 _SMALL, _KEPT = 64 << 10, 16
 
 
 class ShardPart(NamedTuple):
-    """A whole piece (`rows` is None), or some rows of it (`rows` has indices in the tensor)."""
+    """A whole piece (`rows` is None), or some rows of a piece (`rows` are rows of the tensor)."""
 
     piece: Piece
     rows: np.ndarray | None = None
@@ -40,7 +40,7 @@ class ShardPart(NamedTuple):
         return np.asarray(self.rows) - self.piece.start // width
 
     def with_local_rows(self, layout: ServerLayout, rows: np.ndarray) -> ShardPart:
-        """Return the part of the same piece with these rows, counted from the piece's first row."""
+        """Return the part of this piece with other rows, counted from the piece's first row."""
         width = max(1, layout.tensors[self.piece.tensor].width)
         return self._replace(rows=rows + self.piece.start // width)
 
@@ -73,7 +73,7 @@ def route(
 
 
 def owned(layout: ServerLayout, piece: Piece, rows: np.ndarray) -> np.ndarray:
-    """Return a boolean array that says which of `rows` lie in `piece`."""
+    """Return a boolean array that says which of `rows` are in `piece`."""
     if layout.tensors[piece.tensor].open is not None:
         return owners(rows, layout.shares) == piece.start
     width = max(1, layout.tensors[piece.tensor].width)
@@ -81,7 +81,7 @@ def owned(layout: ServerLayout, piece: Piece, rows: np.ndarray) -> np.ndarray:
 
 
 def has_all(layout: ServerLayout, named: Mapping) -> bool:
-    """Whether a mapping of name to rows, or None for all, has the whole model."""
+    """Whether a mapping (name -> rows, or None for all rows) contains the whole model."""
     return len(named) == len(layout.tensors) and all(rows is None for rows in named.values())
 
 
@@ -147,7 +147,7 @@ def views(
 
 
 class WholeParts(list):
-    """The parts of a message with all that one server holds, in memory that is used again.
+    """The parts of a message with all pieces of one server, in memory that is used again.
 
     `gradients` has the same arrays as a dict, once `ServerShard.merge` has made it.
     """
@@ -160,7 +160,7 @@ class WholeParts(list):
 
 
 class WholeShard:
-    """All that one server holds, as parts of a message; the places are computed once.
+    """All pieces of one server as parts of a message, whose positions are computed once.
 
     Attributes
     ----------
@@ -183,7 +183,7 @@ class WholeShard:
         self._kept: dict[tuple[int, int], tuple[np.ndarray, WholeParts]] = {}
 
     def views(self, buffer: np.ndarray, offset: int) -> list[tuple[ShardPart, np.ndarray]]:
-        """Return what `views` yields for all parts."""
+        """Return the pairs that the function `views` would yield for all parts."""
         if offset + self.nbytes > buffer.size:
             raise ProtocolError("parameter server: message ends before its last tensor")
         return [
@@ -194,7 +194,7 @@ class WholeShard:
     def kept_views(
         self, buffer: np.ndarray, offset: int
     ) -> list[tuple[ShardPart, np.ndarray]] | WholeParts:
-        """Return `views` of a buffer of a `MessagePool`; those of small ones are kept."""
+        """Return `views` of a buffer of a `MessagePool`; views of small buffers are kept."""
         memory = buffer.base
         if memory is None or memory.nbytes > _SMALL:
             return self.views(buffer, offset)

@@ -20,7 +20,8 @@ class Selection:
     Attributes
     ----------
     assigns : bool
-        Whether pushes have new values, of which the last of equal rows counts, not gradients.
+        Whether pushes contain new values instead of gradients. If a push has a row twice, the last
+        value counts.
     """
 
     assigns = False
@@ -41,9 +42,10 @@ class Selection:
         tensor = self.tensor(name)
         try:
             rows = np.asarray(rows)
-        except ValueError:  # `given` has lists of different lengths
+        except ValueError:  # `given` contains lists of different lengths
             rows = np.empty((0, 0))
-        whole = rows.size == 0 or rows.dtype.kind in "iu"  # NumPy makes floats of an empty list
+        # NumPy converts an empty list to an array of floats.
+        whole = rows.size == 0 or rows.dtype.kind in "iu"
         if rows.ndim != 1 or not whole or not tensor.shape:
             raise ConfigError(
                 f"rows of {name!r}: expected a 1-D integer array, got {rows.dtype} of shape "
@@ -51,7 +53,7 @@ class Selection:
             )
         rows = rows.astype(np.int64, copy=False)
         if tensor.open is not None:
-            return rows  # any 64 bits are a key
+            return rows  # in an open table any integer of 64 bits is a key
         if rows.size and not 0 <= rows.min() <= rows.max() < tensor.shape[0]:
             raise ConfigError(
                 f"rows of {name!r}: {rows.min()} ... {rows.max()} are outside "
@@ -114,8 +116,8 @@ class Selection:
         """Return 1-D host arrays to receive into, and a function to call after the data arrived.
 
         If the servers have cut a tensor within rows, `wanted` is changed to ask for the whole
-        tensor instead of some rows, because such a tensor has only few, long rows. Rows that are
-        dealt to the servers become places in dealt order.
+        tensor instead of some rows, because such a tensor has only few, long rows. Row numbers of
+        tables whose rows are dealt to the servers are changed to positions in dealt order.
         """
         flat: dict[str, np.ndarray] = {}
         copies: list[tuple[Any, Any, Any]] = []
@@ -189,7 +191,7 @@ class Selection:
             rows, gradient = merge(rows, gradient)
         elif tensor.dealt:
             gradient = gradient[dealt_order(tensor.shape[0], tensor.dealt)]
-        # A finite number may be infinite in the dtype of the parameters.
+        # A finite number may become infinite in the dtype of the parameters.
         with np.errstate(over="ignore", invalid="ignore"):
             return rows, gradient.reshape(-1).astype(tensor.dtype, copy=False)
 

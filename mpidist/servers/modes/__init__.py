@@ -1,7 +1,7 @@
-"""Modes beyond BSP, SSP and ASP: a bound that moves, backup workers, policies for old gradients.
+"""Further consistency modes than BSP, SSP and ASP, changes of the mode, and stale gradients.
 
-`dynamic_bound` and `backup_workers` have gates of their own: pure state machines such as
-`consistency.ConsistencyGate`, which the tests run with every order of events. `stale_gradients` has
-the policies for gradients that were computed from old parameters, and `push_record` what a server
-notes about the pushes of each worker.
+`dynamic_bound` and `backup_workers` have gates of their own. A gate is a state machine without MPI,
+such as `consistency.ConsistencyGate`, and the tests run it with every order of events.
+`stale_gradients` has the policies for gradients that were computed from old parameters.
+`push_record` records facts about the pushes of each worker on a server.
 """

@@ -1,12 +1,12 @@
-"""Changes of a model that all workers ask for in the same clock: of its mode, of its optimizer.
+"""Changes of a model's consistency mode or optimizer, which all workers request in the same clock.
 
     worker 0   ... clock 6 | change to BSP | push, tick of clock 6 | ...
     worker 1   ... clock 6 | change to BSP | push, tick of clock 6 | ...
-    server     gets both changes before the worker's tick, in the order in which they come
+    server     gets the change of each worker before the tick of this worker
 
 Each worker sends the change to each server, in a message of its own, before it finishes the clock.
-A worker that finishes the clock without the change, or asks for another one, is refused: the server
-raises an error, which reaches all ranks. A worker that has left before the clock is not needed.
+If a worker finishes the clock without the change, or requests another change, the server raises an
+error on all ranks. Workers that have left before this clock need not request the change.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .optimizer_changes import change_optimizer
 #: The modes that may follow each other during training, by the names in messages.
 MODES: dict[str, type[Consistency]] = {each.__name__: each for each in (ASP, BSP, SSP, DSSP)}
 
-#: What a change is of.
+#: What a change changes.
 MODE, OPTIMIZER = "consistency", "optimizer"
 
 _SAME = "all workers must make the same changes in the same clock"
 
 
 def encode_mode(mode: Consistency) -> bytes:
-    """Return a mode as the text of a message; raise ConfigError if it cannot be set in training."""
+    """Return the message that sets a mode; raise ConfigError if training cannot change to it."""
     if type(mode) not in MODES.values():
         raise ConfigError(
             f"consistency is {shown(mode)}; a model in training may change between BSP, SSP, DSSP "
@@ -43,39 +43,43 @@ def encode_mode(mode: Consistency) -> bytes:
 
 
 def decode_mode(text: bytes) -> Consistency:
-    """Return the mode of `encode_mode`."""
+    """Return the mode in a message that `encode_mode` has made."""
     settings = json.loads(text)
     del settings["of"]
     return MODES[settings.pop("name")](**settings)
 
 
 class Asked:
-    """A change of one clock: its text, and the workers that ask for it."""
+    """A change in one clock: its message, and the workers that have requested it."""
 
     def __init__(self, text: bytes):
         self.text, self.workers = text, set[int]()
-        self.is_due = json.loads(text)["of"] == OPTIMIZER  # when all have asked for it
+        # Whether the server makes the change when all workers have requested it.
+        self.is_due = json.loads(text)["of"] == OPTIMIZER
 
 
 class AgreedChanges:
-    """The changes of one model on one server, and which workers have asked for each.
+    """The changes of one model on one server, and which workers have requested each change.
 
     Parameters
     ----------
     hosted : Hosted
-        The model. Its ``change_mode(mode, clock)`` is called when the first worker asks.
+        The model. Its ``change_mode(mode, clock)`` is called when the first worker requests it.
     """
 
     def __init__(self, hosted: Any):
         self._hosted = hosted
-        self._asked: dict[tuple[int, str], Asked] = {}  # by clock, and what changes
+        self._asked: dict[tuple[int, str], Asked] = {}  # (clock, what changes) -> the change
         self._optimizer = b""  # the message of the newest change of the optimizer
 
     def __bool__(self) -> bool:
         return bool(self._asked)
 
     def hear(self, worker: int, text: bytes, ranks: Sequence[int]) -> None:
-        """Record that `worker` asks for a change in its present clock. `ranks` are for errors."""
+        """Record that `worker` requests a change in its present clock.
+
+        `ranks` are the ranks of all workers, for error texts.
+        """
         gate, what = self._hosted.gate, json.loads(text)["of"]
         clock = gate.clocks[worker]
         asked = self._asked.get((clock, what))
@@ -96,7 +100,7 @@ class AgreedChanges:
         asked.workers.add(worker)
 
     def due(self) -> list[Action]:
-        """Return the changes of the optimizer that all living workers have asked for by now."""
+        """Return the changes of the optimizer that all living workers have now requested."""
         live = {worker for worker, lives in enumerate(self._hosted.gate.live) if lives}
         in_order = (self._asked[key] for key in sorted(self._asked))
         due = [one for one in in_order if one.is_due and one.workers >= live]
@@ -109,7 +113,7 @@ class AgreedChanges:
         self._optimizer = text
 
     def facts(self) -> dict[str, Any]:
-        """Return all that changed, for a server that begins to serve the model; see `go_on`."""
+        """Return all changes so far, for a server that begins to serve the model; see `go_on`."""
         asked = [
             (*key, one.text, sorted(one.workers), one.is_due) for key, one in self._asked.items()
         ]
@@ -117,7 +121,7 @@ class AgreedChanges:
         return {"asked": asked, "modes": modes, "optimizer": self._optimizer}
 
     def go_on(self, facts: Mapping[str, Any]) -> None:
-        """Make the changes of another server of the model, on one that has none yet."""
+        """Make the changes that another server has made (its `facts`); this server is new."""
         for clock, text in facts["modes"]:
             self._hosted.change_mode(decode_mode(text), clock)
         if facts["optimizer"]:
@@ -127,7 +131,7 @@ class AgreedChanges:
             asked.workers, asked.is_due = set(workers), is_due
 
     def check_tick(self, worker: int, clock: int, ranks: Sequence[int]) -> None:
-        """Raise ProtocolError if `worker` finishes `clock` without a change that others made."""
+        """Raise ProtocolError if `worker` ends `clock` without a change that others requested."""
         for (at, _), asked in self._asked.items():
             if at == clock and worker not in asked.workers:
                 raise self._missing(worker, asked, clock, ranks)

@@ -4,25 +4,25 @@
                                    worker 1  [ 0][1][2]    finished it; worker 2 was late for
                                    worker 2  [   0   |2]   step 0, passes over 1 and goes on with 2
 
-A step (here: a round) is done when n - k workers have finished it, or all that live if these are
-fewer. Its update is the mean of their gradients. A push for a round that is done comes late: it is
-not applied, but counted, and the answer of the next pull tells the worker so. This pull takes the
-worker to the present round, so that it is not late in all later rounds, too. A pull of a worker
-that is not late is answered when its round is done. So every gradient that counts was computed from
-the newest parameters.
+A step is also called a round. A round is done when n - k workers have finished it; if fewer workers
+live, all of them must finish it. The update of a round is the mean of the gradients of these
+workers. A push for a round that is already done is late: it is counted but not applied, and the
+answer of the worker's next pull says this. The pull also moves the worker to the present round, so
+that it is not late in all later rounds, too. The pull of a worker that is not late is answered when
+its round is done. So every applied gradient was computed from the newest parameters.
 
-Several servers: which pushes come first may differ from server to server. Therefore the first
-server decides, and tells the others each of its decisions, in their order:
+With several servers, the pushes may arrive in another order on each server. Therefore the first
+server decides for all servers, and sends each of its decisions to the others, in their order:
 
     first server   close round 4 with workers 0, 2 | worker 0 enters 5 | worker 2 enters 5 | ...
     other server   waits until it has the pushes of 0 and 2, applies them; answers 0; answers 2
 
-Another server decides nothing, so it never holds a worker for one that another server holds: it
-waits only for messages that were sent before the decision.
+The other servers decide nothing. They wait only for messages that were sent before the decision, so
+servers and workers cannot wait for each other in a circle.
 
-A server may close a round after it has let a late worker in, and before it has written the answer,
-which then has the next update as well. The worker's push for the round is late in this case, and
-does not count.
+After a server has let a late worker into a round, and before it has written the answer, it may
+close this round. Then the answer already has the update of the round, and the worker's push for the
+round is late and is not applied.
 
 Chen et al., "Revisiting distributed synchronous SGD", 2016, arXiv 1604.00981.
 """
@@ -46,24 +46,25 @@ CLOSE, ENTER, END = 0, 1, 2
 class BackupWorkers(Consistency):
     """Bulk-synchronous, but a step does not wait for the `count` slowest workers.
 
-    With n workers, the first ``n - count`` pushes of a step make one update, the weighted mean of
-    their gradients. Later pushes of the step are not applied; they are counted, and their workers
-    go on with the step that is under way: ``client.finished`` then grows by more than 1. If fewer
-    than ``n - count`` workers are left, a step waits for all of them. Which workers are late
-    depends on their speed, so two runs do not have the same bits. ``BackupWorkers(0)`` equals BSP.
+    With n workers, the first ``n - count`` pushes of a step make one update by the weighted mean of
+    their gradients. Later pushes of the step are counted but not applied, and their workers
+    continue with the present step: ``client.finished`` then grows by more than 1. If fewer than
+    ``n - count`` workers are left, a step waits for all of them. Which workers are late depends on
+    their speed, so two runs do not end with the same bits. ``BackupWorkers(0)`` equals BSP.
 
     Chen et al., "Revisiting distributed synchronous SGD", 2016, arXiv 1604.00981.
 
     Parameters
     ----------
     count : int
-        The number of workers for which a step does not wait; fewer than there are workers.
+        The number of workers for which a step does not wait. It must be less than the number of
+        workers.
 
     Raises
     ------
     ConfigError
-        `count` is negative or no whole number; or, when a model is added, not below the number of
-        workers.
+        `count` is negative or not a whole number; or, when a model is added, `count` is not less
+        than the number of workers.
     """
 
     count: int = 1
@@ -78,7 +79,7 @@ class BackupWorkers(Consistency):
         object.__setattr__(self, "count", whole)  # the dataclass is frozen
 
     def check(self, workers: int) -> None:
-        """Raise ConfigError if no worker is left for which a step waits."""
+        """Raise ConfigError if a step would not wait for any of `workers` workers."""
         if self.count >= workers:
             raise ConfigError(
                 f"BackupWorkers: count={self.count} of {workers} workers leaves none to wait for; "
@@ -88,14 +89,14 @@ class BackupWorkers(Consistency):
     def gate(
         self, workers: int, server: int = 0, now: Callable[[], float] = time.monotonic
     ) -> ConsistencyGate:
-        """Return the gate of server number `server`: the first decides, the others follow."""
+        """Return the gate of server number `server`: the first server decides, others follow."""
         return FollowingGate(self, workers) if server else BackupGate(self, workers)
 
 
 class Decision(NamedTuple):
-    """What the first server has decided: `kind` CLOSE, ENTER or END, for the round `clock`.
+    """A decision of the first server: its `kind` is CLOSE, ENTER or END, for the round `clock`.
 
-    CLOSE has the workers whose pushes count, ENTER the worker that begins the round.
+    A CLOSE has the workers whose pushes are applied. An ENTER has the worker that begins the round.
     """
 
     kind: int
@@ -109,10 +110,10 @@ class BackupGate(ConsistencyGate):
     Attributes
     ----------
     round : int
-        The step that is under way. The clock of a worker is the step on which it works; it is below
-        `round` if the worker is late, and above if it has finished the round.
+        The present step. The clock of a worker is the step on which it works. It is below `round`
+        if the worker is late, and above `round` if the worker has finished the round.
     decisions : list of Decision
-        What the other servers must be told; the server takes the decisions out.
+        New decisions. The server removes them from the list and sends them to the other servers.
     """
 
     def __init__(self, consistency: BackupWorkers, workers: int):
@@ -122,11 +123,11 @@ class BackupGate(ConsistencyGate):
         self._finished: set[int] = set()  # workers that have finished the present round
 
     def is_open(self, worker: int) -> bool:
-        """Whether a pull of `worker` is answered now: it is late, or its round is under way."""
+        """Whether a pull of `worker` is answered now: it is late, or in the present round."""
         return self.clocks[worker] <= self.round
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return the workers that have not finished the round, and how many of them must."""
+        """Return the workers that have not finished the round, and how many of them must finish."""
         working = self._working()
         return working, min(self._needed - len(self._finished), len(working))
 
@@ -135,7 +136,7 @@ class BackupGate(ConsistencyGate):
         return self.clocks[worker] in (0, self.entered[worker])
 
     def _taken(self, worker: int, clock: int, item: Any) -> list[Action]:
-        """Hold a push for the round; drop it if it is late."""
+        """Hold a push until its round is closed; drop it if it is late."""
         if clock < self.round:
             return [Drop(clock, ((worker, item),))]
         self.held.setdefault(clock, {})[worker] = item
@@ -200,7 +201,7 @@ class BackupGate(ConsistencyGate):
 
 
 class FollowingGate(BackupGate):
-    """The gate of `BackupWorkers` on the other servers: it does what the first one has decided."""
+    """The gate of `BackupWorkers` on the other servers: it follows the first server's decisions."""
 
     def __init__(self, consistency: BackupWorkers, workers: int):
         super().__init__(consistency, workers)
@@ -229,6 +230,6 @@ class FollowingGate(BackupGate):
         return actions
 
     def _is_possible(self, decision: Decision) -> bool:
-        """Whether the pushes of a round, or the pull of a worker, are here."""
+        """Whether the pushes (or the pull) that a decision needs have arrived."""
         here = self.held.get(self.round, {}) if decision.kind == CLOSE else self.waiting
         return all(worker in here for worker in decision.workers)

@@ -4,17 +4,18 @@
     mode       SSP(3)......    BSP.......      all workers set BSP in clock 2
     waits          of SSP(3)   of BSP
 
-Each clock has one mode, for all workers: it decides when the pull of the clock is answered, and
-what becomes of the push of the clock. All workers set a new mode in the same clock c, and it begins
-with clock c + 1. A worker tells the server before its tick of clock c. So the gate knows the mode
-of a clock before the first worker gets there, and no worker waits for an agreement.
+Each clock has one mode for all workers. The mode decides when the pulls of the clock are answered,
+and when its pushes are applied. All workers set a new mode in the same clock c, and it begins with
+clock c + 1. Each worker sends the new mode to the server before its tick of clock c. So the gate
+knows the mode of each clock before the first worker comes to this clock, and no worker waits for an
+agreement.
 
-If the pushes of clock c are held, because its mode is BSP or SSP(0), then the pull of clock c + 1
-also waits until they are applied, whatever its own mode says. Otherwise a worker could go on
-without its own push. So the first clock after BSP begins for all workers with the same parameters.
+If the pushes of clock c are held, because its mode is BSP or SSP(0), the pulls of clock c + 1 also
+wait until these pushes are applied, even if the new mode would not wait. Otherwise a worker could
+go on without its own push. So all workers begin the first clock after BSP with the same parameters.
 
-The pushes and pulls that wait stay where they are: no push is lost or applied twice, and the bound
-of each clock holds in every order of events, which the tests try.
+A change of the mode does not affect waiting pushes and pulls: no push is lost or applied twice. The
+bound of each clock is kept in every order of events, which the tests check.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from ..consistency import Action, Answer, Consistency, ConsistencyGate
 
 
 class ChangingGate(ConsistencyGate):
-    """A gate that goes on where another one has come to, and whose mode may change.
+    """A gate that continues from the state of another gate, and whose mode may change.
 
     Parameters
     ----------
     gate : ConsistencyGate
-        The gate of the mode so far. Its clocks, pushes and pulls become those of this gate.
+        The gate of the mode so far. This gate takes over its clocks, pushes and pulls.
     server : int
         The number of the server.
     now : callable
@@ -49,7 +50,7 @@ class ChangingGate(ConsistencyGate):
         self._share(gate, self)
 
     def change(self, consistency: Consistency, clock: int) -> None:
-        """Use another mode from `clock` on. Clocks of later calls are larger."""
+        """Use another mode from `clock` on. Later calls must have larger clocks."""
         gate = consistency.gate(len(self.clocks), self._server, self._now)
         self._share(self, gate)
         self._starts.append(clock)
@@ -80,14 +81,14 @@ class ChangingGate(ConsistencyGate):
         return not self._has_held(worker) and self._gate(self.clocks[worker]).is_open(worker)
 
     def _has_held(self, worker: int) -> bool:
-        """Whether pushes of the clock before are still held, which `worker` must get."""
+        """Whether pushes of the previous clock, which `worker` must get, are still held."""
         clock = self.clocks[worker]
         return clock > 0 and self.mode_at(clock - 1).holds and self.ahead(worker) > 0
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return the workers for which the pull of `worker` waits, and how many of them must move.
+        """Return the workers for which the pull of `worker` waits, and how many must go on.
 
-        The pull can be answered only after so many of these workers have sent a further message.
+        The pull can be answered only after this number of them has sent another message.
         """
         if not self._has_held(worker):
             return self._gate(self.clocks[worker]).blockers(worker)

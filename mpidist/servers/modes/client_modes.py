@@ -1,6 +1,6 @@
-"""A worker's side of changes during training: the modes of its clocks, and what it tells servers.
+"""A worker's part in changes during training: the mode of each clock, and messages to servers.
 
-A new mode begins with the clock after the one in which all workers set it: see `changing_gate`.
+If all workers set a new mode in clock c, it begins with clock c + 1: see `changing_gate`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ class ClientModes:
 
     def __init__(self, asked: Request, votes: bool):
         self._asked, self._votes = asked, votes
-        # A death may break a push off in an elastic run, and then no server may have applied it.
-        # The norm of a gradient is known when all of it is here, and so are the newest values.
+        # Reasons against updates piece by piece: in an elastic run, a push that a death interrupts
+        # must not be applied in part; and clipping, or an optimizer without `streams`, needs the
+        # whole gradient first.
         whole = asked.clip_norm is not None or not getattr(asked.optimizer, "streams", True)
         self._pieces = not votes and ulfm.current is None and not whole
-        # A device updates all at once.
+        # On a device, an update always changes all parameters.
         self._pieces &= asked.server_device == "cpu"
         self._streams = self._pieces and has_the_same_bits(asked.optimizer)
         corrects = asked.stale.compensates or asked.stale.corrects
@@ -58,7 +59,7 @@ class ClientModes:
 
     @property
     def newest(self) -> Consistency:
-        """The mode that was set last; it may begin with the next clock."""
+        """The mode that was set last. It may begin only with the next clock."""
         return self._modes[-1]
 
     def at(self, clock: int) -> Consistency:
@@ -76,13 +77,13 @@ class ClientModes:
         return self._streams and self.at(clock).streams
 
     def clip_norm(self, clock: int) -> float | None:
-        """Return the norm to which this worker itself clips its push of a clock, or None."""
+        """Return the norm to which this worker clips its push of a clock; None if servers clip."""
         return None if self.at(clock).merges else self._asked.clip_norm
 
     def checked(self, mode: Any, clock: int) -> bytes:
-        """Return the message that sets a mode in `clock`, or raise an error: nothing is sent yet.
+        """Check a mode that is set in `clock`, and return the message for the servers.
 
-        Empty if this is the present mode.
+        The message is empty if `mode` is the present mode.
         """
         name = self._asked.name
         if not isinstance(mode, Consistency):
@@ -104,12 +105,12 @@ class ClientModes:
         return text
 
     def set(self, mode: Consistency, clock: int) -> None:
-        """Use a mode from the clock after `clock` on; the servers have been told."""
+        """Use a mode from the clock after `clock` on. Called after the message to the servers."""
         self._starts.append(clock + 1)
         self._modes.append(mode)
 
     def checked_optimizer(self, optimizer: Any, clock: int, layout: ServerLayout) -> bytes:
-        """Return the message that changes the optimizer in `clock`; nothing is sent yet."""
+        """Check an optimizer that is set in `clock`, and return the message for the servers."""
         name = self._asked.name
         refuse_in_elastic_runs(name, self._votes, "optimizer")
         check_momentum(name, self._asked.stale, optimizer)
@@ -118,7 +119,7 @@ class ClientModes:
         return encode_optimizer(name, layout, self._asked.optimizer, optimizer)
 
     def set_optimizer(self, optimizer: Any, clock: int) -> None:
-        """Record that the optimizer changes in `clock`; the servers have been told."""
+        """Record that the optimizer changes in `clock`. Called after the message to the servers."""
         self._changed = clock
         self._streams = self._pieces and has_the_same_bits(optimizer)
         # Outside BSP, servers use the old optimizer until the last worker has changed it.
@@ -126,9 +127,9 @@ class ClientModes:
 
 
 def refuse_in_elastic_runs(name: str, votes: bool, what: str) -> None:
-    """Raise ConfigError in an elastic run: after a death the model would have its first mode."""
+    """Raise ConfigError in an elastic run, because after a death it would use the first mode."""
     if votes or ulfm.current is not None:
         raise ConfigError(
             f"client {name!r}: the {what} cannot change in an elastic run, which would go on after "
-            "a death with the first one; set it when the model is added"
+            f"a death with the first {what}; set it when the model is added"
         )

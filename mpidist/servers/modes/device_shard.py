@@ -2,13 +2,13 @@
 
 ::
 
-    host      parameters, from which answers are read  <-----+   after each update
+    host      parameters, which answers contain  <-----------+   after each update
     device    gradients --> update of parameters and optimizer state
 
-The optimizer's state and a copy of the parameters are CuPy arrays, so the update is made there, and
-the state takes no memory of the host. The parameters also lie on the host, because answers are
-messages, or are read in shared memory. So an update copies the gradients to the device and the new
-parameters back. Gradients of several workers are added on the host.
+The optimizer's state and a copy of the parameters are CuPy arrays. So the update is made on the
+GPU, and the state takes no memory of the host. The parameters are also on the host, because answers
+are messages, or workers read them in shared memory. So an update copies the gradients to the device
+and the new parameters back. The gradients of several workers are added on the host.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ..shards import ServerShard
 
 
 def check_device(asked: Request, group: Any, serves: bool, grows: bool) -> None:
-    """Raise ConfigError if this rank cannot update a model where it is asked to.
+    """Raise ConfigError if this rank cannot update a model on the requested device.
 
-    `serves` says whether this rank is a server, and `grows` whether the model has open tables.
+    `serves` says whether this rank is a server, and `grows` says whether the model has open tables.
     """
     name, device = asked.name, asked.server_device
     check_device_name(device, f"model {name!r}: ")
@@ -51,8 +51,8 @@ def check_device(asked: Request, group: Any, serves: bool, grows: bool) -> None:
 class DeviceShard(ServerShard):
     """The part of one model that one server holds, updated on the GPU of this rank.
 
-    `local_rank` is this rank's number on its host; the GPU has this number, modulo the GPUs that
-    the rank sees. The other parameters are those of `ServerShard`.
+    `local_rank` is this rank's number on its host. The rank uses GPU number ``local_rank % n`` if
+    it sees n GPUs. The other parameters are the same as for `ServerShard`.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class DeviceShard(ServerShard):
         self._send_all()
 
     def export(self) -> dict:
-        """Return parameters and optimizer state as pieces of named tensors; state is copied."""
+        """Return parameters and optimizer state as pieces of named tensors; the state is a copy."""
         state, self.state = self.state, _on_host(self.state)
         try:
             return super().export()
@@ -112,14 +112,14 @@ class DeviceShard(ServerShard):
                 self._on_device[key] = self._sent(array)
 
     def _sent(self, gradient: Any) -> Any:
-        """Return a gradient, or the rows and values of one, in memory of the device."""
+        """Copy a gradient, or its rows and values, to the device."""
         if isinstance(gradient, tuple):
             return tuple(map(self._sent, gradient))
         return arrays.to_device(gradient, self._local_rank)
 
 
 def _on_host(tree: Mapping) -> dict:
-    """Return nested dicts with copies, on the host, of the arrays that are on the device."""
+    """Copy the arrays in nested dicts from the device to the host; return the new dicts."""
     return {
         key: _on_host(leaf) if isinstance(leaf, Mapping) else _copy(leaf)
         for key, leaf in tree.items()

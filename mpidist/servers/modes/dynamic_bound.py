@@ -6,25 +6,28 @@ slow: the fast workers reach the bound, too, and until then they compute with ol
 lets a worker go up to `high` steps ahead if this saves waiting time, and otherwise up to `low`
 steps.
 
-    low = 1, high = 3     a worker pauses once       others go on, up to 3 steps ahead
-                          a worker is always slow    others keep to 1 step, with newer parameters
+    low = 1, high = 3     a worker pauses once       others may be up to 3 steps ahead
+                          a worker is always slow    others may be up to 1 step ahead, and so
+                                                     compute with newer parameters
 
-A worker that is at most `low` steps ahead never waits, whatever the measurements say, and no worker
-is ever more than `high` steps ahead. Between the two a rule decides, from `RULES`:
+A worker that is at most `low` steps ahead never waits, and no worker is ever more than `high` steps
+ahead. If a worker is more than `low` and at most `high` steps ahead, a rule from `RULES` decides:
 
-median   A worker may pass `low` if the slowest worker usually is about as fast as it is itself: if
-         the median or the mean of its last 31 work times is at most twice that of the worker. Its
-         lag is then a pause, which ends. The mean helps on busy hosts, where a step takes either 1
-         or 20 ms, and a median is the one or the other by chance. A worker with fewer than 16 work
-         times is not known to be slow. The rule is asked again whenever a worker finishes a step.
-paper    The rule of Zhao et al.: when the fastest worker gets to `low`, the server predicts the
-         next times of pushes of this worker and of the slowest one, from their two newest pushes.
-         It grants as many steps, up to ``high - low``, as bring the two nearest to each other.
+median   The worker may go on if the slowest worker is usually about as fast: if the median or the
+         mean of the slowest worker's last 31 work times is at most twice the worker's own median or
+         mean. Then the slowest worker is only in a pause, which will end. The mean is used because
+         on busy hosts a step may take either 1 or 20 ms, and the median is then one or the other by
+         chance. A worker with fewer than 16 work times does not count as slow. The rule is applied
+         again whenever a worker finishes a step.
+paper    The rule of Zhao et al.: when the fastest worker is `low` steps ahead, the server predicts
+         the times of the next pushes of this worker and of the slowest worker from their two newest
+         pushes. The server grants the number of further steps, up to ``high - low``, after which
+         the predicted times of the two workers are closest to each other.
 
-Several servers: a worker may begin a step only when all servers have answered, and measurements
-differ between servers. Therefore the first server alone has the rule, and the others keep the bound
-`high`. No circle of waiting workers is possible: a worker waits only for workers with a smaller
-clock, and a worker with the smallest clock never waits.
+With several servers, a worker may begin a step only when all servers have answered, and the
+measurements differ between servers. Therefore only the first server uses the rule, and the other
+servers use the bound `high`. Workers cannot wait for each other in a circle, because a worker waits
+only for workers with a smaller clock, and a worker with the smallest clock never waits.
 
 Zhao, An, Liu, Chen, "Dynamic stale synchronous parallel distributed training for deep learning",
 ICDCS 2019, arXiv 1908.11848.
@@ -48,27 +51,28 @@ _TIMES, _ALIKE = 31, 2.0
 
 @dataclass(frozen=True)
 class DSSP(Consistency):
-    """Dynamic stale-synchronous: as SSP, with a bound between `low` and `high` that follows speeds.
+    """Dynamic stale-synchronous: SSP with a bound between `low` and `high`, set from work times.
 
-    A worker may be up to `high` steps ahead of the slowest one if that one is usually as fast, and
-    else up to `low` steps. Short pauses of a worker then delay nobody, and a worker that is always
-    slow does not make the others work with old parameters. With ``low == high`` this is SSP.
+    A worker may be up to `high` steps ahead of the slowest worker if the slowest worker is usually
+    as fast, and otherwise up to `low` steps. So short pauses of a worker do not delay the others,
+    and a worker that is always slow does not make the others work with old parameters. With
+    ``low == high`` this is SSP.
 
     Zhao et al., "Dynamic stale synchronous parallel distributed training for deep learning", ICDCS
-    2019, arXiv 1908.11848, of which ``rule="paper"`` is the rule.
+    2019, arXiv 1908.11848. ``rule="paper"`` is the rule of this paper.
 
     Parameters
     ----------
     low, high : int
-        The bound if the slowest worker is always slow, and the largest bound.
+        `low` is the bound if the slowest worker is always slow, and `high` is the largest bound.
     rule : "median" or "paper"
-        How the server chooses: from median and mean of each worker's last 31 work times, or by
-        the prediction of the next pushes from the two newest ones, as in the paper.
+        How the server chooses the bound: from the median and the mean of each worker's last 31 work
+        times, or as in the paper, which predicts the next pushes from the two newest pushes.
 
     Raises
     ------
     ConfigError
-        `low` or `high` is negative or no whole number, `low` is above `high`, or the rule is
+        `low` or `high` is negative or not a whole number, `low` is above `high`, or the rule is
         unknown.
     """
 
@@ -91,22 +95,22 @@ class DSSP(Consistency):
     def gate(
         self, workers: int, server: int = 0, now: Callable[[], float] = time.monotonic
     ) -> ConsistencyGate:
-        """Return the gate of server number `server`: only the first one moves the bound."""
+        """Return the gate of server number `server`: only the first server changes the bound."""
         return ConsistencyGate(self, workers) if server else DynamicGate(self, workers, now)
 
 
 class Rule(Protocol):
-    """Whether a worker may go on that is more than `low` and at most `high` steps ahead."""
+    """Decides whether a worker that is more than `low` and at most `high` steps ahead goes on."""
 
     def may_pass(self, gate: DynamicGate, worker: int) -> bool:
         """Return whether the waiting pull of `worker` may be answered.
 
-        Called when the pull arrives, and after each later event.
+        The gate calls this method when the pull arrives, and after each later event.
         """
 
 
 class DynamicGate(ConsistencyGate):
-    """The gate of `DSSP` on the first server: it measures the workers, and asks the rule.
+    """The gate of `DSSP` on the first server: it measures the workers, and applies the rule.
 
     Attributes
     ----------
@@ -133,10 +137,10 @@ class DynamicGate(ConsistencyGate):
         return ahead <= self.high and self._rule.may_pass(self, worker)
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return the slowest workers, one of which must move.
+        """Return the slowest workers, and that one of them must go on.
 
-        The rule looks only at the slowest ones. So if one of them goes on, the pull may be answered
-        although others are more than `low` steps behind.
+        The rule looks only at the slowest workers. So if one of them goes on, the pull may be
+        answered although other workers are more than `low` steps behind.
         """
         return self.last(), 1
 
@@ -170,13 +174,13 @@ class DynamicGate(ConsistencyGate):
 
 
 class MedianRule:
-    """Go on while the slowest worker usually is as fast; see the module's text."""
+    """A worker goes on if the slowest worker is usually as fast; see the module's docstring."""
 
     def __init__(self, workers: int):
         pass
 
     def may_pass(self, gate: DynamicGate, worker: int) -> bool:
-        """Compare times; a worker that has done only a few steps is not known to be slow."""
+        """Compare work times; a worker that has done only a few steps does not count as slow."""
         import statistics  # not at the top: it imports decimals and fractions
 
         mine = gate.work[worker] or (0.0,)
@@ -189,17 +193,17 @@ class MedianRule:
 
 
 class PaperRule:
-    """The rule of Zhao et al.: steps are granted to the fastest worker; see the module's text."""
+    """The rule of Zhao et al., which grants steps to the fastest worker; see the module."""
 
     def __init__(self, workers: int):
         self.granted = [0] * workers
         self._refused = [-1] * workers  # the clock in which a worker was refused
 
     def may_pass(self, gate: DynamicGate, worker: int) -> bool:
-        """Use up a granted step, or ask for steps if `worker` is the fastest one."""
+        """Use one of the granted steps, or grant steps if `worker` is the fastest worker."""
         clock = gate.clocks[worker]
         if self._refused[worker] == clock:
-            return False  # it waits until it is at most `low` steps ahead
+            return False  # the worker waits until it is at most `low` steps ahead
         live = itertools.compress(gate.clocks, gate.live)
         if not self.granted[worker] and clock == max(live):
             self.granted[worker] = self._steps(gate, worker)
@@ -211,7 +215,7 @@ class PaperRule:
 
     @staticmethod
     def _steps(gate: DynamicGate, worker: int) -> int:
-        """Return after how many further steps the worker would wait least for the slowest one."""
+        """Return the number of further steps after which `worker` waits least for the slowest."""
         mine, others = gate.ticks[worker], gate.ticks[gate.last()[0]]
         if len(mine) < 2 or len(others) < 2:
             return 0

@@ -1,18 +1,18 @@
-"""Clip gradients by their global norm: over all tensors, of which each server has only some.
+"""Clip gradients by their global norm, over the parts of all servers.
 
     server 0   mean gradient of clock 7 | squares ->  | wait | scale, update -> answers
     server 1   ............. mean gradient of clock 7 | squares -> | scale, update -> answers
 
-Under BSP and with backup workers the norm is that of the mean gradient of a clock. Each server
-sends the sum of the squares of its part to all others, in float64, and updates when it has the sums
-of all. All servers add them in one order, so they scale by the same number to the last bit. The sum
-of a serial program, which has the whole gradient, may differ in rounding.
+Under BSP and with backup workers, the mean gradient of a clock is clipped. Each server sends the
+sum of the squares of its part, in float64, to all other servers, and makes the update when it has
+the sums of all servers. All servers add the sums in the same order, so they use the same factor, to
+the last bit. A serial program, which has the whole gradient, may get a sum with another rounding.
 
-In the other modes each push is an update of its own. The worker has the whole push, so it clips it
-before it sends it, and servers exchange nothing.
+In the other modes each push is an update of its own. The worker has the whole push, so the worker
+clips it before it sends it, and servers exchange no sums.
 
-A server that fails sends a notice to all ranks, so nobody waits for its sum. In elastic runs
-`clip_norm` is refused.
+If a server fails, it sends a notice to all ranks, so no server waits for its sum. In elastic runs
+`clip_norm` is an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _PIECE = 1 << 16
 
 
 def check_clip_norm(name: str, clip_norm: Any, elastic: bool) -> None:
-    """Raise ConfigError if `clip_norm` is neither None nor a number above 0, or not possible."""
+    """Raise ConfigError if `clip_norm` is not a number above 0, or if the run is `elastic`.
+
+    None is always allowed.
+    """
     if clip_norm is None:
         return
     number = isinstance(clip_norm, int | float | np.number) and not isinstance(clip_norm, bool)
@@ -54,13 +57,13 @@ def squares(arrays: Iterable[np.ndarray]) -> float:
 
 
 def factor(total: float, clip_norm: float) -> float:
-    """Return by what to multiply a gradient with this sum of squares; 1 if it is not finite."""
+    """Return the factor that clips a gradient with this sum of squares; 1 if not finite."""
     norm = math.sqrt(total) if math.isfinite(total) else 0.0
     return clip_norm / norm if norm > clip_norm else 1.0
 
 
 def clipped_push(pushes: dict[str, tuple], clip_norm: float | None) -> dict[str, tuple]:
-    """Return a push (name to rows and flat gradient) of at most this norm, if one is given."""
+    """Clip a push (name -> (rows, flat gradient)) to the norm `clip_norm`, if one is given."""
     if clip_norm is None:
         return pushes
     scale = factor(squares(flat for _, flat in pushes.values()), clip_norm)
@@ -70,19 +73,19 @@ def clipped_push(pushes: dict[str, tuple], clip_norm: float | None) -> dict[str,
 
 
 class GlobalNorms:
-    """The sums of squares of one server, for all its models that clip.
+    """The sums of squares on one server, for all its models with a `clip_norm`.
 
     Parameters
     ----------
     server : Server
-        Its models, link and the ranks of all servers.
+        This server; its models, its link and the ranks of all servers are used.
     """
 
     def __init__(self, server: Any):
         self._server = server
         self._due: dict[int, deque[Action]] = defaultdict(deque)
         self._merged: dict[tuple[int, int], Any] = {}  # (model, clock) -> the mean gradient
-        self._sums: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # by rank
+        self._sums: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # .. -> rank -> sum
 
     @property
     def pending(self) -> bool:
@@ -90,7 +93,7 @@ class GlobalNorms:
         return any(self._due.values())
 
     def released(self, number: int, actions: Sequence[Action]) -> list[Action]:
-        """Send the sums of the updates in `actions`; return the actions to carry out now."""
+        """Send the sums for the updates in `actions`; return the actions to carry out now."""
         model, link = self._server.models[number], self._server.link
         for action in actions:
             self._due[number].append(action)

@@ -29,8 +29,8 @@ from .stale_gradients import beta_of
 class Push(NamedTuple):
     """A push that the server has not applied yet, with the buffer of the push's message.
 
-    Without a `buffer`, the push is in memory of its worker. `parts` are those of the message, or
-    the `PushStream` that receives them.
+    If `buffer` is None, the push is in shared memory of its worker. `parts` are the parts of the
+    message, or the `PushStream` that receives them.
     """
 
     buffer: np.ndarray | None
@@ -46,7 +46,7 @@ class Pull(NamedTuple):
     since: int  # when the pull arrived, in monotonic nanoseconds
     queue: int
     operation: list
-    pieces: int = 0  # PIECES or STREAM: all parameters follow the header, or the worker copies them
+    pieces: int = 0  # PIECES: all parameters follow the header; STREAM: the worker copies them
     box: Any = None  # the `MailBox` of the worker, if the answer is written there
 
 
@@ -63,13 +63,13 @@ class Hosted:
     ):
         self.name, self.shard = asked.name, shard
         self.copy = copy  # a copy of the shard of another server, see `replicas`, or None
-        self.copied = [0] * workers  # the clocks of the workers of which the copy has the pushes
-        self.merged: deque = deque()  # gradients of the next updates, which are merged already
+        self.copied = [0] * workers  # for each worker, the clocks whose pushes the copy has
+        self.merged: deque = deque()  # gradients of the next updates, which are already merged
         self.gate = asked.consistency.gate(workers, shard.server)
         self.use_layout(piece_bytes)
         self.global_batch: Any = asked.global_batch
         self.pulled = [shard.version] * workers  # the shard's version at each worker's newest pull
-        self.applied = 0  # the pushes of all clocks before are applied, in modes that hold pushes
+        self.applied = 0  # in modes that hold pushes: all clocks below this one are applied
         self.clip_norm = asked.clip_norm
         self.table = asked.optimizer if isinstance(asked.optimizer, TableUpdate) else None
         self.stale, self.record = asked.stale, PushRecord(asked.name, workers, shard.server)
@@ -78,7 +78,7 @@ class Hosted:
         self.removed: dict | None = None  # the counts of a model that was removed
 
     def use_layout(self, piece_bytes: int) -> None:
-        """Compute what follows from the layout of the shard."""
+        """Update the attributes that depend on the layout of the shard."""
         self.whole = WholeShard(self.shard.layout, self.shard.server)
         self.due = DueActions(self.shard, piece_bytes)
 
@@ -114,11 +114,11 @@ class Hosted:
         return self.due.read(link, worker, rank, self.whole, words.view(np.int64).tolist())
 
     def kept(self) -> list[dict[str, np.ndarray]]:
-        """Return the copies of what each worker has pulled, by the keys of the shard, or []."""
+        """Return for each worker a copy of its pulled parameters; [] if no copies are kept."""
         return [] if self._copies is None else self._copies.kept
 
     def weight(self, push: Push) -> float:
-        """Return the weight of a push applied alone: a factor of learning rate or gradients."""
+        """Return the weight of a push that is an update by itself: a factor of the update."""
         if self.table is not None:
             return float(push.samples != 0)
         if self.global_batch is None:
@@ -166,18 +166,18 @@ class Hosted:
         )  # fmt: skip
 
     def keep(self, worker: int, parts: Sequence[ShardPart]) -> None:
-        """Record which parameters `worker` gets now."""
+        """Record which parameters `worker` pulls now."""
         self.pulled[worker] = self.shard.version
         if self._copies is not None:
             self._copies.keep(worker, parts)
 
     def load(self, saved: Mapping) -> None:
-        """Load the shard. Ages count from now on, because the number of updates changes."""
+        """Load the shard. Ages of pushes start at 0, because the number of updates changes."""
         self.shard.load(saved)
         self.pulled = [self.shard.version] * len(self.pulled)
 
     def _check_samples(self, action: Apply) -> None:
-        """Raise ProtocolError if some pushes of a clock name their samples and others do not."""
+        """Raise ProtocolError if some pushes of a clock have a number of samples, others not."""
         named = {worker: push.samples for worker, push in action.pushes if push.samples}
         if len({samples < 0 for samples in named.values()}) == 2:
             without = [worker for worker, samples in named.items() if samples < 0]
@@ -187,7 +187,7 @@ class Hosted:
             )
 
     def shares(self, action: Apply) -> list[tuple[float, Any]]:
-        """Return the share of each push in the mean, and its parts."""
+        """Return (share in the mean, parts) of each push."""
         if self.table is not None:
             return [(float(push.samples != 0), push.parts) for _, push in action.pushes]
         if len(action.pushes) == 1:  # the usual way takes 2 us
@@ -207,7 +207,7 @@ class Hosted:
         return [(1.0, push.parts)], self.weight(push) * factor
 
     def merge(self, action: Apply) -> tuple[dict, float] | None:
-        """Return the gradients of one update and their weight, as `ServerShard.merge`."""
+        """Return the gradients of one update and their weight, as `ServerShard.merge` does."""
         if self.table is not None and self.table.assigns:
             return newest_values(self.shard, self.shares(action))
         if self.gate.mode_at(action.clock).merges:
@@ -226,7 +226,7 @@ class Hosted:
         self.gate.change(mode, clock)
 
     def remove(self) -> None:
-        """Free the memory, and keep the counts. Another model may get the name."""
+        """Free the memory, but keep the counts. A new model may have the same name."""
         self.removed = self.facts()
         self.name = f"{self.name} (removed)"
         layout = ServerLayout((), ((),) * len(self.shard.layout.pieces), self.shard.layout.shares)

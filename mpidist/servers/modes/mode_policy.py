@@ -1,4 +1,4 @@
-"""In which steps of `md.train` the consistency mode changes, and to which mode. Uses no MPI."""
+"""Policies that say in which steps of `md.train` the consistency mode changes. Uses no MPI."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ...registry import checked_whole
 from ..consistency import Consistency
 from .agreed_changes import encode_mode
 
-#: A policy returns the mode of a step, or None for the mode so far. All workers call it in each
-#: step, and it must return the same on all of them.
+#: A policy is a function of the step that returns a mode, or None to keep the present mode. All
+#: workers call it in each step, and it must return the same mode on all workers.
 ModePolicy = Callable[[int], Consistency | None]
 
 
 @dataclass(frozen=True)
 class ModeSteps:
-    """The policy that changes the mode in given steps: pairs of (first step, mode), in order."""
+    """The policy for a list of pairs (first step, mode), in the order of the steps."""
 
     pairs: tuple[tuple[int, Consistency], ...] = ()
 
@@ -31,8 +31,8 @@ class ModeSteps:
 def mode_policy(given, first: Consistency) -> ModePolicy | None:
     """Return the policy for None, a mapping of step to mode, pairs of these, or a function.
 
-    `first` is the mode before the first change, and of the first step of a run. Raises ConfigError
-    if the mode cannot change so.
+    `first` is the mode of the first step of a run. Raises ConfigError if the mode cannot be changed
+    in this way.
     """
     if given is None:
         return None

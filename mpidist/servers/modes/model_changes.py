@@ -1,4 +1,4 @@
-"""Add and remove models before the training begins, and in pauses of it."""
+"""Add and remove models before the training begins, and in pauses of the training."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..link import GroupCall, Link, nothing
 
 
 class ModelChanges:
-    """What one rank of a group knows of pauses, in which models may come and go.
+    """Decides on one rank of a group whether models may be added or removed now.
 
     Parameters
     ----------
     link : Link
     server : Server or None
-        The server on this rank, which may begin later.
+        The server on this rank. A rank may become a server later.
     """
 
     def __init__(self, link: Link, server: Any):
@@ -26,13 +26,13 @@ class ModelChanges:
         self._quiet: int | None = None  # how many messages this rank had sent when a pause began
 
     def number(self) -> int:
-        """Return the number of a new model; removed ones keep theirs."""
+        """Return the number of a new model. Numbers of removed models are not used again."""
         self._added += 1
         return self._added - 1
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Wait in a ``with`` block, on a worker, until all workers are in a pause."""
+        """Context manager on a worker: in its block, the worker waits until all are in a pause."""
         server = self.server
         if server is not None:
             server.in_own_pause = True
@@ -42,18 +42,18 @@ class ModelChanges:
         self._quiet = self._link.counters.messages_sent
 
     def resumed(self) -> None:
-        """Note that the servers serve again, so that models may change in another pause only."""
+        """Note that the servers serve again, so models may change only in another pause."""
         self._quiet = -1
 
     @contextmanager
     def changing(self, doing: str, clients: Sequence[Any]) -> Iterator[None]:
-        """Add or remove a model in a ``with`` block, in which this rank serves nobody.
+        """Context manager to add or remove a model. This rank answers no requests in its block.
 
-        `clients` are those of this worker.
+        `clients` are the clients of this worker. Raises ProtocolError if models may not change now.
         """
         link, call = self._link, doing.split()[0]
-        # Other ranks need no notice of this error. A server that is in `add`, too, receives an
-        # earlier pull or push of this worker there, and raises an error.
+        # Other ranks need no notice of this error. If a server is in `add`, too, it receives an
+        # earlier pull or push of this worker, and raises an error itself.
         quiet = self._quiet == link.counters.messages_sent
         started = any(client.requests.started for client in clients)
         if (started or self._quiet is not None) and not quiet:
@@ -61,12 +61,12 @@ class ModelChanges:
                 f"{doing}: the workers have begun; call group.pause(tag) on all workers first, and "
                 f"then {call} on them and in on_pause on the servers"
             )
-        # A dedicated server is within `serve`, a call of the group, while it runs `on_pause`.
+        # While a dedicated server runs `on_pause`, it is inside `serve`, a call of the group.
         nested = self.server is not None and self.server.in_pause
         within: AbstractContextManager = nullcontext() if nested else GroupCall(link, call)
         try:
             with within, link.serving(nothing):
                 yield
-        finally:  # the workers are still in the pause, also after an error on all ranks
+        finally:  # the workers are still in the pause, even after an error on all ranks
             if self._quiet is not None:
                 self._quiet = link.counters.messages_sent

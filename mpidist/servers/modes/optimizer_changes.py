@@ -1,4 +1,4 @@
-"""Change the optimizer of a model during training, and keep its state if it is of the same kind."""
+"""Change the optimizer of a model during training; keep the state if the kind is the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..shards import ServerShard, state_leaves
 
 
 def change_optimizer(shard: ServerShard, text: bytes) -> None:
-    """Let a shard use the optimizer of a message. One of the same kind goes on with the state."""
+    """Let a shard use the optimizer in a message. The state is kept if the kind is the same."""
     optimizer = decode_optimizer(shard.optimizer, text)
     if _kind(optimizer) != _kind(shard.optimizer):
         shard.state = shard.fresh_state(optimizer)
@@ -22,7 +22,7 @@ def change_optimizer(shard: ServerShard, text: bytes) -> None:
 
 
 def _kind(optimizer: Any) -> tuple:
-    """Return the class and the name of an optimizer, and the form of its state."""
+    """Return the kind of an optimizer: its class, its name, and the form of its state."""
     leaves = state_leaves(optimizer.init({"x": np.zeros(3, np.float32)}))
     form = [(path, np.shape(leaf), np.asarray(leaf).dtype.str) for path, leaf in leaves]
     return type(optimizer), getattr(optimizer, "name", ""), sorted(form)
@@ -31,8 +31,8 @@ def _kind(optimizer: Any) -> tuple:
 def encode_optimizer(model: str, layout: ServerLayout, present: Any, optimizer: Any) -> bytes:
     """Return the message that changes the optimizer, or raise ConfigError if it is not possible.
 
-    A server that only serves has no such object of its own. It makes one by the name, the settings,
-    and the method ``like`` of the `present` optimizer.
+    A dedicated server does not have the object `optimizer`. From the name and the settings in the
+    message, it makes an equal optimizer by the method ``like`` of the `present` optimizer.
     """
     check_server_optimizer(model, optimizer)
     lazy = [tensor.name for tensor in layout.tensors if tensor.lazy]
@@ -45,7 +45,7 @@ def encode_optimizer(model: str, layout: ServerLayout, present: Any, optimizer: 
     try:
         text = json.dumps({"of": "optimizer", **_made_of(optimizer)})
         same = optimizer_facts(decode_optimizer(present, text)) == facts
-    except Exception:  # of any kind, by a class of the user
+    except Exception:  # a user's class may raise any exception
         same, text = False, ""
     if not same:
         raise ConfigError(
@@ -60,6 +60,6 @@ def _made_of(optimizer: Any) -> dict[str, Any]:
 
 
 def decode_optimizer(present: Any, text: str | bytes) -> Any:
-    """Return the optimizer of a message, made by the `present` one."""
+    """Return the optimizer that a message describes, made by the method ``like`` of `present`."""
     found = json.loads(text)
     return present.like(found["name"], found["settings"])

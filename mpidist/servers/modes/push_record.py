@@ -1,4 +1,4 @@
-"""What a server notes about the pushes of each worker: ages, dropped pushes, pulled parameters."""
+"""A server's records about the pushes of each worker: ages, dropped pushes, pulled parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..layout.routing import ShardPart
 from ..shards import Parts, ServerShard
 from .stale_gradients import Stale
 
-#: A worker of which so many pushes in a row were dropped is reported, once.
+#: If this many pushes of a worker in a row were dropped, a warning is printed, once.
 DROPPED_IN_A_ROW = 20
 
 
@@ -23,11 +23,11 @@ class PushRecord:
     Attributes
     ----------
     newest : list of int
-        The age (staleness) of each worker's newest applied push; -1 before.
+        The age (staleness) of each worker's newest applied push; -1 before its first push.
     staleness : Counter
-        For each age, how many pushes had it.
+        For each age, how many pushes had this age.
     applied, dropped : list of int
-        How many pushes of each worker were applied, and how many were not.
+        How many pushes of each worker were applied, and how many were dropped.
     weight : list of float
         The sum of the factors by which a policy has scaled the pushes of each worker.
     """
@@ -50,7 +50,7 @@ class PushRecord:
         self._in_a_row[worker] = 0
 
     def drop(self, worker: int, rank: int, why: str) -> None:
-        """Count a push of `worker` that was dropped; warn once if all its newest ones were."""
+        """Count a dropped push of `worker`; warn once if all its newest pushes were dropped."""
         self.dropped[worker] += 1
         self._in_a_row[worker] += 1
         if not self._warns[worker] or self._in_a_row[worker] < DROPPED_IN_A_ROW:
@@ -90,7 +90,7 @@ class PulledCopies:
     Attributes
     ----------
     kept : list of dict
-        For each worker, the key of a piece to its values.
+        For each worker, a dict of the key of a piece to the values that the worker has pulled.
     """
 
     def __init__(self, shard: ServerShard, workers: int):
@@ -98,7 +98,7 @@ class PulledCopies:
         self.kept: list[dict[str, np.ndarray]] = [{} for _ in range(workers)]
 
     def keep(self, worker: int, parts: Sequence[ShardPart]) -> None:
-        """Copy the parameters that `worker` gets now."""
+        """Copy the parameters that `worker` pulls now."""
         shard, copies = self._shard, self.kept[worker]
         for part in parts:
             key = shard.key(part)
@@ -108,7 +108,7 @@ class PulledCopies:
                 shard.rows_of(part, copies)[part.local_rows(shard.layout)] = shard.values(part)
 
     def correct(self, worker: int, parts: Parts, policy: Stale) -> None:
-        """Correct the gradients of a push in place; one without a pull stays as it is."""
+        """Correct the gradients of a push in place, if the worker has pulled before."""
         copies = self.kept[worker]
         for part, gradient in parts:
             if self._shard.key(part) in copies:

@@ -1,23 +1,24 @@
-"""What a server does with a gradient that was computed from old parameters. Uses no MPI.
+"""Policies for gradients that were computed from old parameters (stale gradients). Uses no MPI.
 
 The age of a push is the number of updates that its server made after the worker's pull and before
-the push. Of n workers with equal speed, each push is about n - 1 updates old.
+the push. If n workers are equally fast, each push has an age of about n - 1.
 
 =================== ==========================================================================
-policy              an update of age a
+policy              effect on an update of age a
 =================== ==========================================================================
-KeepStale           counts in full
-DropStale           is left out if a is above `beyond`, but for pushes of many samples
-ScaleStale          has its weight multiplied by 2 ** (-a / half_life)
-DelayCompensated    gets the gradient g + lam * g * g * (w - w at the worker's pull)
-MomentumCorrected   moves the parameters, and is left in the velocity by beta ** a only
+KeepStale           none
+DropStale           left out if a is above `beyond`, except pushes of many samples
+ScaleStale          its weight is multiplied by 2 ** (-a / half_life)
+DelayCompensated    its gradient becomes g + lam * g * g * (w - w at the worker's pull)
+MomentumCorrected   its part of the velocity is multiplied by beta ** a
 =================== ==========================================================================
 
-The weight multiplies the learning rate, as the weight of a push by its samples does. Each server
-counts the age of its own part of a push, so one push may have a different age on each server.
+The learning rate is multiplied by the weight. A push also has a weight for its number of samples;
+both weights are multiplied. Each server counts the age of its own part of a push, so one push may
+have a different age on each server.
 
-Under BSP and with backup workers each gradient that counts is of the newest parameters, and under
-SSP(0) of the step before, so these modes take no policy.
+Under BSP and with backup workers, each applied gradient was computed from the newest parameters.
+Under SSP(0) it was computed from the parameters of the step before. So these modes take no policy.
 """
 
 from __future__ import annotations
@@ -44,22 +45,22 @@ class Stale:
     compensates : bool
         Whether the server must keep the parameters that each worker has pulled.
     corrects : bool
-        Whether the policy changes what a gradient leaves in the velocity, see `MomentumCorrected`.
+        Whether the policy changes a gradient's part of the velocity, see `MomentumCorrected`.
     """
 
     compensates: ClassVar[bool] = False
     corrects: ClassVar[bool] = False
 
     def factor(self, age: int, samples: int, global_batch: int | None) -> float:
-        """Return a factor of the weight of a push; 0 drops it. `samples` is -1 if not given."""
+        """Return the factor of a push's weight; 0 drops the push. `samples` is -1 if not given."""
         return 1.0
 
     def corrected(self, age: int, beta: float) -> tuple[float, float]:
-        """Return by what to multiply a gradient in its update, and what stays in the velocity."""
+        """Return two factors of a gradient: for the update, and for its part of the velocity."""
         return 1.0, 1.0
 
     def compensated(self, gradient: np.ndarray, now: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """Return the gradient to apply, from the parameters of today and those of the pull."""
+        """Return the gradient to apply, from the present (`now`) and the pulled parameters."""
         return gradient
 
 
@@ -72,21 +73,23 @@ class KeepStale(Stale):
 class DropStale(Stale):
     """Drop a gradient that is more than `beyond` updates old, unless it has many samples.
 
-    If one worker is always slow, all its gradients may be dropped; the server then warns. Give
-    `keep_if_samples` to keep what such a worker has computed from much data.
+    If one worker is always slow, all its gradients may be dropped; the server then prints a
+    warning. `keep_if_samples` keeps the gradients that such a worker has computed from many
+    samples.
 
     Parameters
     ----------
     beyond : int
-        The largest age that counts. n workers of equal speed have an age of about n - 1.
+        The largest age of a push that is applied. If n workers are equally fast, the age is about
+        n - 1.
     keep_if_samples : int or float, optional
-        A push of at least this many samples counts whatever its age. A number below 1 is a share
-        of the model's `global_batch`.
+        A push of at least this many samples is always applied. A number below 1 is a fraction of
+        the model's `global_batch`.
 
     Raises
     ------
     ConfigError
-        `beyond` is negative or no whole number, or `keep_if_samples` is not above 0.
+        `beyond` is negative or not a whole number, or `keep_if_samples` is not above 0.
     """
 
     beyond: int
@@ -114,8 +117,8 @@ class DropStale(Stale):
 class ScaleStale(Stale):
     """Multiply the weight of a gradient of age a by ``2 ** (-a / half_life)``.
 
-    The samples of a push are part of its weight already, so an old gradient of much data still
-    counts more than an old one of little data.
+    The weight of a push also depends on its number of samples. So an old gradient of many samples
+    still has more weight than an old gradient of few samples.
 
     Jiang et al., "Heterogeneity-aware distributed parameter servers", SIGMOD 2017, and Zhang et
     al., "Staleness-aware async-SGD", IJCAI 2016, arXiv 1511.05950, divide by the age instead.
@@ -123,7 +126,7 @@ class ScaleStale(Stale):
     Parameters
     ----------
     half_life : float
-        The age at which a gradient counts by half.
+        The age at which the weight of a gradient is halved.
 
     Raises
     ------
@@ -145,9 +148,9 @@ class ScaleStale(Stale):
 class DelayCompensated(Stale):
     """Correct a gradient for the updates since its worker's pull, by a Taylor expansion.
 
-    The server applies ``g + lam * g * g * (w - w_pulled)``, with the squares of the gradient as an
-    estimate of the diagonal of the Hessian. It keeps the parameters that each worker has pulled,
-    which takes the memory of one more model per worker. ``lam=0`` is `KeepStale`.
+    The server applies ``g + lam * g * g * (w - w_pulled)``. The squares of the gradient estimate
+    the diagonal of the Hessian. The server keeps the parameters that each worker has pulled, which
+    takes the memory of one more model per worker. ``lam=0`` has the effect of `KeepStale`.
 
     Zheng et al., "Asynchronous stochastic gradient descent with delay compensation", ICML 2017,
     arXiv 1609.08326.
@@ -185,22 +188,23 @@ class DelayCompensated(Stale):
 
 @dataclass(frozen=True)
 class MomentumCorrected(Stale):
-    """Leave in the velocity of momentum only what an old gradient would have left by now.
+    """Reduce the part of an old gradient in the velocity of momentum, as if it had come in time.
 
-    ``optim.momentum`` repeats a gradient in all later updates, by a factor of ``beta`` less in
-    each. An old gradient that is repeated drives the parameters on in a direction that is no longer
-    right, beside those that came in time. With this policy a gradient of age a moves the parameters
-    once, and ``beta ** a`` of it stays in the velocity, as if it had come a updates before.
+    ``optim.momentum`` repeats a gradient in all later updates, each time with a factor of ``beta``
+    less. If an old gradient is repeated, it moves the parameters in a direction that is no longer
+    right. With this policy a gradient of age a moves the parameters once, and is added to the
+    velocity with a factor of ``beta ** a``, as if it had come a updates earlier.
 
-    The momentum factor masking of Lin et al., "Deep gradient compression", ICLR 2018, arXiv
-    1712.01887, which takes late gradients out of the velocity. Mitliagkas et al., "Asynchrony
-    begets momentum", 2016, arXiv 1605.09774, says why asynchronous updates need less momentum.
+    The policy is similar to the momentum factor masking of Lin et al., "Deep gradient compression",
+    ICLR 2018, arXiv 1712.01887, which takes late gradients out of the velocity. Mitliagkas et al.,
+    "Asynchrony begets momentum", 2016, arXiv 1605.09774, explain why asynchronous updates need less
+    momentum.
 
     Parameters
     ----------
     catch_up : bool
-        Whether the gradient also moves the parameters at once as far as the repetitions that it has
-        missed. In total it then moves them as far as a gradient that came in time.
+        Whether the gradient also makes up for the repetitions that it has missed. In total it then
+        moves the parameters as far as a gradient that came in time.
 
     Raises
     ------
@@ -218,16 +222,16 @@ class MomentumCorrected(Stale):
             )
 
     def corrected(self, age: int, beta: float) -> tuple[float, float]:
-        """Return by what to multiply a gradient in its update, and what stays in the velocity."""
+        """Return two factors of a gradient: for the update, and for its part of the velocity."""
         kept = beta**age
         missed = beta * (1 - kept) / (1 - beta) if self.catch_up else 0.0
         return 1.0 + missed, kept
 
 
 def check_momentum(model: str, stale: Stale, optimizer, elsewhere: bool = False) -> None:
-    """Raise ConfigError if a policy corrects the momentum of an optimizer that has none.
+    """Raise ConfigError if a policy corrects the momentum of an optimizer without momentum.
 
-    `elsewhere` says that the velocity is also on another server, or on a device.
+    `elsewhere` says whether the velocity is also on another server, or on a device.
     """
     if not stale.corrects:
         return
@@ -257,7 +261,7 @@ def _checked_number(name: str, value, above: float | None) -> None:
         raise ConfigError(f"{name} is {shown(value)}, expected a number {least}")
 
 
-#: The policies by their names in job files. A new one is a subclass of `Stale` and a line here.
+#: name in job files -> policy. For a new policy, add a subclass of `Stale` and a line here.
 STALE: dict[str, Callable[..., Stale]] = {
     "keep": KeepStale,
     "drop": DropStale,
@@ -268,7 +272,7 @@ STALE: dict[str, Callable[..., Stale]] = {
 
 
 def stale_policy(given) -> Stale:
-    """Return the policy for None, a name, a mapping with ``name`` and settings, or a policy."""
+    """Return the policy for an argument: None, a name, a mapping with ``name``, or a policy."""
     if given is None:
         return KeepStale()
     if isinstance(given, str):

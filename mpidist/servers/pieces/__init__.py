@@ -1,3 +1,6 @@
-"""Messages in pieces that are one whole to the server: pushes that are collected, answers of one
-version, and the sends and receives of all pieces. The room `wire` uses them.
+"""Long messages that travel in pieces, but that the server handles as whole messages.
+
+A push is collected until all its pieces have arrived, and all pieces of an answer have parameters
+of the same version. `piece_transfers` sends and receives pieces. The room `wire` uses these
+classes.
 """

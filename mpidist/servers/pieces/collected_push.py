@@ -1,12 +1,12 @@
-"""A push that arrives in pieces and is one whole message when all of them are here.
+"""A push that arrives in pieces, and is handled as one message when all pieces have arrived.
 
 ::
 
     messages     | header, selections |   | 0 | 1 | 2 | 3 | ...
     one buffer   | header, selections | 0 | 1 | 2 | 3 |          then handled as any other message
 
-So the rules of a mode, stale-gradient policies, copies and votes see whole pushes only, and a push
-that a death has broken off counts for nothing.
+So consistency modes, policies for stale gradients, copies and votes handle only whole pushes. If a
+death interrupts a push, the pieces that have arrived have no effect.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .piece_transfers import PieceReceives
 
 
 class CollectedPush:
-    """A push in pieces that is arriving. It has the attributes and the method of an `Incoming`.
+    """A push whose pieces are arriving. It has the same attributes and methods as an `Incoming`.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ class CollectedPush:
     message : Incoming
         The first message, which has arrived.
     pieces : sequence of WirePiece
-        All that the server holds.
+        All pieces of the server's part of the model.
     nbytes : int
         The bytes of the data of a whole message.
     has_room : callable
@@ -64,7 +64,7 @@ class CollectedPush:
 
     @property
     def arrives(self) -> bool:
-        """Whether the buffer for the whole message is taken."""
+        """Whether the buffer for the whole message is allocated."""
         return self._receives is not None
 
     def test(self) -> bool:
@@ -96,11 +96,11 @@ class Arrivals(dict):
         return sum(message.buffer.size for message in self.values())
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a push in pieces may begin to arrive; one always may."""
+        """Whether a push in pieces may begin to arrive; one push always may."""
         alone = not any(getattr(message, "arrives", False) for message in self.values())
         return alone or self.nbytes + nbytes <= capacity.ROOM_BYTES
 
     def collect(self, link: Link, worker: int, message: Incoming, model: Any) -> None:
-        """Begin to receive the pieces of a push, which is handled when all are here."""
+        """Begin to receive the pieces of a push, which is handled when all have arrived."""
         pieces, nbytes = model.due.pieces, model.whole.nbytes
         self[worker] = CollectedPush(link, message, pieces, nbytes, self.has_room, model.name)

@@ -1,10 +1,11 @@
-"""The messages of a push or an answer in pieces: those that are received, and those that are sent.
+"""The sends and the receives of the pieces of pushes and answers.
 
 ::
 
     receives     | 0 | 1 | 2 | 3 |          the receives of `WINDOW` pieces are posted ahead
     sends        | 0 | 1 | 2 | 3 |          a piece is sent from memory that must not change, or
-                                            from a buffer of the pool, which then gets it back
+                                            from a buffer of the pool; after the send, the buffer
+                                            goes back to the pool
 
 After an exception the link keeps these objects, because MPI may still use the memory.
 """
@@ -24,7 +25,7 @@ from ..wire.wire_pieces import WirePiece, allowed
 
 
 class PieceReceives:
-    """The pieces of one push or answer from one rank, in their order.
+    """Receives the pieces of one push or answer from one rank, in their order.
 
     Parameters
     ----------
@@ -103,7 +104,7 @@ class PieceReceives:
 
 
 class PieceSends:
-    """The pieces that MPI is sending with one tag."""
+    """Sends pieces with one tag."""
 
     def __init__(self, link: Link, tag: int):
         self.link, self._tag = link, link.tag + tag
@@ -114,7 +115,7 @@ class PieceSends:
         return len(self._sends)
 
     def send(self, memory: np.ndarray, ranks: Sequence[int], pooled: bool = False) -> None:
-        """Begin to send bytes to ranks; `pooled` memory then goes back to the pool."""
+        """Begin to send bytes to ranks; after the sends, `pooled` memory goes back to the pool."""
         link = self.link
         link.receiving.add(self)
         for k, rank in enumerate(ranks, 1):

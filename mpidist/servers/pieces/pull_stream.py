@@ -1,13 +1,13 @@
-"""The answer to a pull in pieces, all of one version, while the server goes on with updates.
+"""Answer a pull in pieces of one version of the parameters, while the server makes updates.
 
 ::
 
     parameters   | 0 | 1 | 2 | 3 | 4 | 5 |       pieces 0 and 1 are sent, 2 and 3 are on the way
                          an update begins:       4 and 5 are copied, and sent from the copies
 
-A piece is copied to a buffer just before it is sent, so that an update never waits for a worker.
-What an update would change before it is sent, is copied before the update, once for all workers
-that get this version.
+Each piece is copied to a buffer just before it is sent, so that an update never waits for a worker.
+Before an update, the pieces that are not sent yet are copied, once for all workers that receive
+this version.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .piece_transfers import PieceSends
 
 
 class PulledVersion:
-    """The parameters of one version, from memory that updates change, or from copies.
+    """The pieces of one version of the parameters, from the shard itself or from copies.
 
     Parameters
     ----------
@@ -44,13 +44,13 @@ class PulledVersion:
             self._saved[number] = self._copy(number)
 
     def piece(self, number: int) -> tuple[np.ndarray, bool]:
-        """Return a piece, and whether the caller gives the memory back to the pool."""
+        """Return a piece, and whether the caller must give the memory back to the pool."""
         if number in self._saved:
             return self._saved[number], False
         return self._copy(number), True
 
     def leave(self) -> None:
-        """Free the copies if this was the last worker that gets this version."""
+        """Call this when a worker has got this version; the last call frees the copies."""
         self.users -= 1
         if not self.users:
             for copy in self._saved.values():
@@ -86,7 +86,7 @@ class PullStream:
         version.link.count_pieces(len(version.pieces) - first, self.left, 0, 0)
 
     def progress(self) -> bool:
-        """Send what may be sent; return whether all has been sent."""
+        """Send pieces, up to the limit; return whether all pieces have been sent."""
         self._sends.reap()
         pieces, done = self.version.pieces, self.next - len(self._sends)
         for number in allowed(len(pieces), self.next, done):
@@ -107,7 +107,8 @@ class PullStreams:
     def __init__(self, shard: ServerShard, pieces: Sequence[WirePiece]):
         self._shard, self._pieces = shard, pieces
         self._open: list[PullStream] = []
-        self._now: PulledVersion | None = None  # the present version, if someone gets it
+        # The present version, if a pull is being answered with it.
+        self._now: PulledVersion | None = None
 
     def __len__(self) -> int:
         return len(self._open)
@@ -131,7 +132,7 @@ class PullStreams:
                 self._now = None
 
     def keep(self) -> None:
-        """Copy what is not sent yet of the present version, which is about to change."""
+        """Copy the unsent pieces of the present version, because an update follows."""
         nexts = [pull.next for pull in self._open if pull.version is self._now]
         if nexts and self._now is not None:
             self._now.save(min(nexts))

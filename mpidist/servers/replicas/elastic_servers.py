@@ -1,4 +1,4 @@
-"""`ElasticServerGroup`: a server group whose models go on in a new group after ranks have died."""
+"""`ElasticServerGroup`: after ranks have died, its models continue in a new group."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from ..votes import start_votes
 
 
 class ElasticServerGroup(ServerGroup):
-    """A `ServerGroup` of an elastic run: servers vote, keep copies, and begin again after a death.
+    """A `ServerGroup` for elastic runs: servers vote, may keep copies, and continue after a death.
 
-    It has the parameters and attributes of a `ServerGroup`.
+    The parameters and attributes are the same as for `ServerGroup`.
     """
 
     def vote(self, copies: bool = False) -> None:
         """Let servers apply the pushes of a clock only when all servers have them; see `votes`.
 
-        With `copies`, each server also keeps a copy of the shards of the one before (`replicas`),
-        which is equal after `fill_copies`. Collective over `comm`, before the first `add`.
+        With `copies`, each server also keeps copies of the previous server's shards (`replicas`).
+        They are equal to the shards after `fill_copies`. Collective over `comm`, before the first
+        `add`.
         """
         self.replicated = copies and len(self.server_ranks) > 1
         self.votes = len(self.server_ranks) > 1
         start_votes(self._server, self.server_ranks, copies)
 
     def fill_copies(self, name: str) -> None:
-        """Make the copies equal to their shards. All servers call it, before they serve."""
+        """Make the copies equal to their shards. All servers must call it before they serve."""
         server = self._server
         if server is not None and server.copies is not None:
             with GroupCall(self.link, "fill_copies"), self.link.serving(nothing):
@@ -48,7 +49,7 @@ class ElasticServerGroup(ServerGroup):
         nonfinite: str = "raise",
         stale: Stale | None = None,
     ) -> Client | None:
-        """Add a model after a death, with what the ranks have `kept`. Collective, like `add`."""
+        """Add a model after a death, with the state in `kept`. Collective, as `add`."""
         policy = KeepStale() if stale is None else stale
         client = self._host(
             Request(name, model, optimizer, consistency, 0, global_batch, kept, nonfinite, policy)

@@ -1,7 +1,7 @@
-"""Send shards to their new owners after a death, and pushes that only some servers have.
+"""After a death, send shards to their new owners, and pushes to servers that do not have them.
 
-All sends and receives are posted before the first wait, so no order of ranks can lock. Servers
-receive into new memory. If another rank dies meanwhile, each rank still has its old shards.
+All sends and receives are posted before the first wait, so no order of ranks can deadlock. Servers
+receive into new memory. So if another rank dies during this, each rank still has its old shards.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOVE_TAG, _PUSH_TAG = 11, 12
 
 
 class Messages:
-    """Sends and receives that are posted now and waited for later."""
+    """Posts sends and receives, and waits for all of them later."""
 
     def __init__(self, comm: MPI.Intracomm, tag: int):
         self._comm, self._tag = comm, tag
@@ -47,7 +47,7 @@ class Messages:
             self._requests.append(call([raw[start:stop], MPI.BYTE], rank, self._tag))
 
     def wait(self) -> None:
-        """Wait for all of them. Raises RankFailure if a rank has died."""
+        """Wait for all sends and receives. Raises RankFailure if a rank has died."""
         wait_for(self._requests, *self._memory)
 
 
@@ -59,12 +59,13 @@ def move_shards(
 ) -> None:
     """Fill the new shards of all ranks. Collective over `comm`, with the same `moves`.
 
-    `old` and `new` have the layouts, and the shards of this rank by the numbers of their servers.
+    `old` and `new` are pairs (layout, shards), in which `shards` maps the numbers of servers to the
+    shards of this rank.
     """
     (old_layout, giving), (new_layout, filling) = old, new
     messages = Messages(comm, _MOVE_TAG)
     for source, target, i, j in moves:
-        # Straight from the old arrays into the new ones, which nobody uses yet.
+        # Data go directly from the old arrays into the new arrays, which are not in use yet.
         given = shared_ranges(giving[i], new_layout, j) if comm.rank == source else ()
         wanted = shared_ranges(filling[j], old_layout, i) if comm.rank == target else ()
         if source == target:
@@ -85,17 +86,19 @@ def complete_pushes(
     gradients: Mapping[str, np.ndarray],
     apply: Callable[[int, int, list[tuple[ShardPart, np.ndarray]]], None],
 ) -> None:
-    """Bring pushes that a death has broken off to the servers that lack them. Collective.
+    """Send pushes that a death has interrupted to the shards that do not have them. Collective.
 
     Parameters
     ----------
     torn : sequence of (rank of a worker, rank of a holder, number of a server)
+        The parts of pushes that are missing: the worker sends its part for this server to the
+        holder of the server's shard.
     layout : ServerLayout
     gradients : mapping
-        The gradients of this rank's push, if it is such a worker.
+        The gradients of this rank's push, if this rank is a worker in `torn`.
     apply : callable
-        Called on the holder with the number of the server, the worker's rank, and what the worker
-        has pushed to that server.
+        Called on the holder with the number of the server, the worker's rank, and the worker's
+        gradients for that server.
     """
     messages, arriving = Messages(comm, _PUSH_TAG), []
     for worker, holder, server in torn:

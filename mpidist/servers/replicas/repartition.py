@@ -1,10 +1,11 @@
-"""Decide after a death from whom each server gets its new shard, and its new copy; uses no MPI.
+"""Decide after a death which rank sends each server its new shard and its new copy. Uses no MPI.
 
     before       server 0: shard 0, copy of 2     server 1: shard 1, copy of 0     server 2 dies
     now          server 0: shard 0, copy of 1     server 1: shard 1, copy of 0
 
-Shards 0 and 1 of now are longer than those of before. What server 1 lacks for them comes from the
-copy of shard 2 on server 0. A shard is taken from its server if this lives, and else from its copy.
+The new shards 0 and 1 are longer than the old shards 0 and 1. The elements that server 1 does not
+have come from the copy of shard 2 on server 0. An old shard is sent by its server if the server
+lives, and otherwise by the server with its copy.
 """
 
 from __future__ import annotations
@@ -20,23 +21,24 @@ from .shard_ranges import are_shared, scalars_of
 
 @dataclass
 class Held:
-    """What one server holds of a model when a death has ended its group.
+    """The shard and the copy of one server when a death has ended its group, and their state.
 
-    Workers are named by numbers that never change.
+    Workers have numbers that never change.
 
     Attributes
     ----------
     index : int
         The number of the server.
     shard, copy : ServerShard
-        The server's own shard, and its copy of the shard of the server before; `copy` is None if
-        there is only one server.
+        The server's own shard, and its copy of the previous server's shard. `copy` is None if there
+        is only one server.
     clocks, copied : dict
-        For each worker, of how many of its clocks the pushes are in `shard`, and in `copy`.
+        For each worker, the number of its clocks whose pushes are applied to `shard`, and to
+        `copy`.
     updates : list of two int
         How many updates this group has made in `shard` and in `copy`.
     applied : int
-        The pushes of all clocks before are applied, where servers vote.
+        If servers vote: the pushes of all clocks below `applied` are applied.
     """
 
     index: int
@@ -48,7 +50,7 @@ class Held:
     applied: int = 0
 
     def shards(self) -> dict[int, ServerShard]:
-        """Return shard and copy by the numbers of their servers."""
+        """Return a dict: number of a server -> its shard or its copy on this rank."""
         found = {self.index: self.shard}
         if self.copy is not None:
             found[self.copy.server] = self.copy
@@ -66,18 +68,18 @@ class Held:
         }
 
     def count(self, server: int, worker: int, clock: int) -> None:
-        """Record that this rank's data of `server` contain the push of a worker's clock."""
+        """Record that the push of a worker's clock is applied to this rank's shard of `server`."""
         is_copy = server != self.index
         (self.copied if is_copy else self.clocks)[worker] = clock + 1
         self.updates[is_copy] += 1
 
     def scalars(self) -> dict[int, tuple[dict[str, str], int]]:
-        """Return the optimizer's scalars and the version, by the numbers of the servers."""
+        """Return a dict: number of a server -> (scalars of the optimizer, version)."""
         return {k: (scalars_of(shard), shard.version) for k, shard in self.shards().items()}
 
 
 class Holder(NamedTuple):
-    """The rank that gives a shard to the others: its server or the one that has the copy."""
+    """The rank that sends an old shard to others: its server, or the server with its copy."""
 
     rank: int
     is_copy: bool
@@ -85,7 +87,7 @@ class Holder(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Rank `source` gives rank `target` what shard `old` and the new shard `new` have both."""
+    """Rank `source` sends rank `target` the common elements of the old and the new shard."""
 
     source: int
     target: int
@@ -94,7 +96,7 @@ class Move(NamedTuple):
 
 
 def holders(everyone: Sequence[Mapping | None]) -> dict[int, Holder]:
-    """Return who gives each shard of before, from `Held.facts` of each rank (or None)."""
+    """Return the holder of each old shard, from the result of `Held.facts` of each rank."""
     found = {}
     for rank, facts in enumerate(everyone):
         if facts is not None and facts["copy"] is not None:
@@ -106,10 +108,10 @@ def holders(everyone: Sequence[Mapping | None]) -> dict[int, Holder]:
 
 
 def up_to_date(everyone: Sequence[Mapping | None], voted: bool) -> list[set[int]]:
-    """Return for each rank the numbers of the servers of which it holds the newest state.
+    """Return for each rank the numbers of the servers whose newest state it holds.
 
-    Where servers vote (`voted`), all have made the same updates. Elsewhere a copy may be behind its
-    shard.
+    If servers vote (`voted`), shards and copies have the same updates. Otherwise a copy may have
+    fewer updates than its shard.
     """
     made = {facts["index"]: facts["updates"][0] for facts in everyone if facts is not None}
     found: list[set[int]] = []
@@ -126,7 +128,7 @@ def up_to_date(everyone: Sequence[Mapping | None], voted: bool) -> list[set[int]
 
 
 def targets(servers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (rank, number of a server) for each shard and each copy; `servers` has the ranks."""
+    """Return (rank, number of a server) for each new shard and copy; `servers` has the ranks."""
     size = len(servers)
     shards = [(rank, number) for number, rank in enumerate(servers)]
     copies = [(servers[(number + 1) % size], number) for number in range(size)]
@@ -140,17 +142,17 @@ def moves(
     giving: Mapping[int, Holder],
     current: Sequence[set[int]],
 ) -> list[Move]:
-    """Return all moves, in an order that all ranks share.
+    """Return all moves, in the same order on all ranks.
 
     Parameters
     ----------
     wanted : sequence of (rank, number of a server)
         The new shards and copies to fill.
     giving : mapping
-        The holder of each shard of before.
+        The holder of each old shard.
     current : sequence of sets
-        For each rank, of which servers of before it holds the newest state; it needs no message
-        for these.
+        For each rank, the numbers of the old servers whose newest state it holds. It needs no
+        messages for these.
     """
     return [
         Move(rank if i in current[rank] else giving[i].rank, rank, i, j)

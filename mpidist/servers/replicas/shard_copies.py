@@ -7,12 +7,12 @@
     BSP, SSP(0)   pushes of all workers | forward ->  the next server has it | vote -> ... apply
     ASP, SSP(s)   push | forward, apply ->            apply the same | acknowledge -> answer
 
-The copy makes the same updates in the same order, so it has the same bits, optimizer state included
-(if both servers have the same kind of processor). Where servers vote, a server votes when it has
-all pushes of a clock for its shard and the forwarded gradient for its copy, and it updates both
-when all others have voted. So nothing waits longer than for one message, and a clock is applied to
-all shards and copies or to none of them. Where a push is applied at once, its worker is answered
-when the next server has the push, too.
+A server makes the same updates in its copy, in the same order. So the copy has the same bits as the
+shard, also in the optimizer state (if both servers have the same kind of processor). If servers
+vote, a server votes when it has all pushes of a clock for its shard and the forwarded gradient for
+its copy. It updates both when all other servers have voted. So a clock is applied to all shards and
+copies or to none, and waiting costs only the time of a message. In modes in which a push is applied
+at once, its worker gets the answer when the next server has the push, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .shard_ranges import all_ranges, pack, range_bytes, unpack
 
 
 class Forwarded(NamedTuple):
-    """An update of the copy that waits until all servers have voted for its clock."""
+    """A received update of the copy, which waits until all servers have voted for its clock."""
 
     clock: int
     header: Header
@@ -47,30 +47,32 @@ class ShardCopies:
     ----------
     link : Link
     before, after : int
-        The ranks of the server whose shards are copied here, and of the one that has the copies of
-        this server's shards.
+        The rank of the previous server, whose shards are copied here, and the rank of the next
+        server, which has the copies of this server's shards.
     models : list of Hosted
-        The models of this server, which may grow.
+        The models of this server. Models may be added to this list later.
 
     Attributes
     ----------
     sent, received : int
-        How many updates this server has forwarded, and has got of the server before it.
+        How many updates this server has forwarded, and how many it has received from the previous
+        server.
     """
 
     def __init__(self, link: Link, before: int, after: int, models: list):
         self._link, self._before, self._after, self._models = link, before, after, models
         self.sent = self.received = 0
-        self._asked = self._acknowledged = 0  # updates that are acknowledged, and already were
+        # Updates that the next server must acknowledge, and that it has acknowledged.
+        self._asked = self._acknowledged = 0
         self._told_end = self._heard_end = False
         self._arriving: dict[int, Incoming] = {}
-        self._waiting: dict[int, deque[Forwarded]] = defaultdict(deque)  # by the model's number
-        self._here: set[tuple[int, int]] = set()  # (model, clock) of which all updates are here
+        self._waiting: dict[int, deque[Forwarded]] = defaultdict(deque)  # by number of the model
+        self._here: set[tuple[int, int]] = set()  # (model, clock) whose updates are all here
         self._unanswered: deque[tuple[int, Any]] = deque()  # (value of `_asked`, answer)
 
     @property
     def pending(self) -> bool:
-        """Whether the next server may lack updates, or the server before may send more."""
+        """Whether the next server may not have all updates, or the previous one may send more."""
         return self._asked > self._acknowledged or not self._heard_end
 
     # -- this server's shard ---------------------------------------------------------------
@@ -104,7 +106,8 @@ class ShardCopies:
                     gradient = gradients[layout.key(part.piece)]
                     whole = part.rows is None
                     view[...] = gradient if whole else gradient[1].reshape(-1)
-                if mode.holds and not mode.merges:  # the next merge may use the same memory
+                # A copy, because the next merge may use the same memory.
+                if mode.holds and not mode.merges:
                     merged = {k: _copied(g) for k, g in gradients.items()}, merged[1]
             self._link.send(buffer, total, self._after, COPY)
             self.sent += 1
@@ -112,9 +115,9 @@ class ShardCopies:
             model.merged.append(merged)
 
     def answered_later(self, model, answer) -> bool:
-        """Whether an answer must wait for the next server; `listen` then returns it in time.
+        """Return whether an answer must wait for the next server; `listen` returns it later.
 
-        Where servers vote, the next server has voted for the updates before the answer.
+        If servers vote, no answer waits, because the next server has already voted for the updates.
         """
         waits = not model.gate.consistency.holds and self._asked > self._acknowledged
         if waits:
@@ -122,7 +125,7 @@ class ShardCopies:
         return waits
 
     def end(self) -> None:
-        """Tell the next server, once, that it gets no more updates; no worker is left."""
+        """Tell the next server, once, that no more updates come, because no worker is left."""
         if not self._told_end:
             self._told_end = True
             self._link.tell(NO_MORE, self._after, COPY)
@@ -130,7 +133,7 @@ class ShardCopies:
     # -- the copy --------------------------------------------------------------------------
 
     def listen(self) -> list:
-        """Receive updates and acknowledgements; return the answers that wait no longer."""
+        """Receive updates and acknowledgements; return the answers that need no longer wait."""
         comm, tag, status = self._link.comm, self._link.tag + COPY, MPI.Status()
         for rank in {self._before, self._after}:
             while True:
@@ -167,11 +170,11 @@ class ShardCopies:
         self._link.tell(ACKNOWLEDGE, message.source, COPY)
 
     def has(self, number: int, clock: int) -> bool:
-        """Whether all updates of a clock are here that the copy of a model will make."""
+        """Whether all updates of a clock for the copy of a model have arrived."""
         return (number, clock) in self._here
 
     def apply(self, number: int, clocks: int) -> None:
-        """Apply to the copy of a model the waiting updates of its first `clocks` clocks."""
+        """Apply the waiting updates of the first `clocks` clocks to the copy of a model."""
         waiting = self._waiting[number]
         while waiting and waiting[0].clock < clocks:
             update = waiting.popleft()
@@ -179,7 +182,7 @@ class ShardCopies:
             self._update(update.header, update.buffer)
 
     def forget(self, number: int) -> None:
-        """Forget the updates that wait; the workers repeat their step after a death."""
+        """Forget the waiting updates, because the workers repeat their step after a death."""
         self._waiting.pop(number, None)
 
     def _update(self, header: Header, buffer: np.ndarray) -> None:
@@ -216,7 +219,7 @@ class ShardCopies:
 
 
 def _parts(shard: ServerShard, gradients: dict[str, Any]) -> list[ShardPart]:
-    """Return what merged gradients have of a shard: whole pieces, or rows of the tensor."""
+    """Return the parts of a shard that merged gradients have: whole pieces, or rows."""
     found = []
     for piece in shard.layout.pieces[shard.server]:
         gradient = gradients.get(shard.layout.key(piece))
@@ -228,7 +231,7 @@ def _parts(shard: ServerShard, gradients: dict[str, Any]) -> list[ShardPart]:
 
 
 def _gradient(shard: ServerShard, part: ShardPart, view: np.ndarray):
-    """Return the gradient in a forwarded update, as `ServerShard.merge` has returned it."""
+    """Return the gradient in a forwarded update, in the form that `ServerShard.merge` returns."""
     if part.rows is None:
         return view
     rows = part.local_rows(shard.layout)

@@ -1,6 +1,6 @@
-"""The arrays of a shard, parameters and optimizer state, or the ranges that two shards have both.
+"""List the arrays of a shard (parameters and optimizer state), or the common ranges of two shards.
 
-Two shards of the same model list ranges in the same order, so no message needs to name them. This
+All shards of a model list ranges in the same order, so messages need not name the ranges. This
 module uses no MPI.
 """
 
@@ -28,7 +28,7 @@ def range_bytes(ranges: Ranges) -> int:
 
 
 def shared_ranges(shard: ServerShard, layout: ServerLayout, server: int) -> Ranges:
-    """Return the ranges of `shard` that number `server` of another layout holds, too."""
+    """Return the ranges of `shard` that server number `server` of `layout` also holds."""
     common = []
     for piece in shard.layout.pieces[shard.server]:
         for other in layout.pieces[server]:
@@ -45,7 +45,7 @@ def shared_ranges(shard: ServerShard, layout: ServerLayout, server: int) -> Rang
 
 
 def are_shared(old: ServerLayout, i: int, new: ServerLayout, j: int) -> bool:
-    """Whether server `i` of a layout and server `j` of another one hold common elements."""
+    """Whether server `i` of layout `old` and server `j` of layout `new` have common elements."""
     return any(
         a.tensor == b.tensor and max(a.start, b.start) < min(a.stop, b.stop)
         for a in old.pieces[i]
@@ -62,7 +62,7 @@ def pack(ranges: Ranges, buffer: np.ndarray) -> None:
 
 
 def unpack(ranges: Ranges, buffer: np.ndarray) -> None:
-    """Set the ranges to what `pack` has written into a byte buffer."""
+    """Set the ranges to the values that `pack` has written into a byte buffer."""
     at = 0
     for array in ranges:
         array.view(np.uint8)[...] = buffer[at : at + array.nbytes]
@@ -70,12 +70,12 @@ def unpack(ranges: Ranges, buffer: np.ndarray) -> None:
 
 
 def scalars_of(shard: ServerShard) -> dict[str, str]:
-    """Return the scalars of the optimizer as text, to the last bit."""
+    """Return the scalars of the optimizer as exact texts."""
     return {name: leaf.tobytes().hex() for name, leaf in _tables(shard)[1].items()}
 
 
 def set_scalars(shard: ServerShard, scalars: dict[str, str]) -> None:
-    """Set the scalars of the optimizer to what `scalars_of` has returned."""
+    """Set the scalars of the optimizer to the values that `scalars_of` has returned."""
     for name, leaf in _tables(shard)[1].items():
         leaf.reshape(-1).view(np.uint8)[...] = np.frombuffer(bytes.fromhex(scalars[name]), np.uint8)
 

@@ -1,6 +1,6 @@
-"""Rows of tables on parameter servers: which policies there are, and sums of gradients of rows.
+"""Rows of tables on parameter servers: policies, sums of gradients, open tables, and a cache.
 
-A push or a pull may name rows of a tensor. The servers then read, update and send these rows, and
-what that costs does not grow with the table. The other rooms of `servers` carry the messages; how
-rows are divided between servers stands in `layout`.
+A push or a pull may name rows of a tensor. The servers then read, update and send only these rows,
+so the cost does not grow with the size of the table. `layout` decides how rows are divided between
+servers, and the other rooms of `servers` carry the messages.
 """

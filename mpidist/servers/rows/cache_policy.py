@@ -1,6 +1,6 @@
 """How many rows a worker keeps in its cache (`row_cache`), and for how long. Without MPI.
 
-`md.train` checks its settings with this module before MPI begins.
+`md.train` uses this module to check its settings before MPI begins.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ class RowCache:
     Parameters
     ----------
     rows : int
-        The most rows of each table. The least recently used ones are forgotten.
+        The largest number of rows of each table. If there are more, the least recently used rows
+        are dropped.
     max_age : int, optional
-        The most steps of this worker after which a row is asked for again. By default only the
-        mode's bound counts. ASP has no bound, and needs `max_age`.
+        The largest number of steps for which a worker uses a kept row. By default, the bound of the
+        consistency mode is the only limit. ASP has no bound, and needs `max_age`.
 
     Raises
     ------
     ConfigError
-        `rows` is not a whole number of 1 or more, or `max_age` of 0 or more.
+        `rows` is not a whole number of at least 1, or `max_age` is not a whole number of at least
+        0.
     """
 
     rows: int
@@ -47,7 +49,8 @@ def row_cache(model: str, given, consistency: Consistency, stale) -> RowCache | 
     Raises
     ------
     ConfigError
-        It is no number of rows, or does not suit the mode or the policy for stale gradients.
+        `given` is not a number of rows, or the mode or the policy for stale gradients does not
+        allow a cache.
     """
     if given is None:
         return None

@@ -1,11 +1,12 @@
-"""A hash table from 64-bit keys to places of rows in arrays, with no loop over keys in Python.
+"""A hash table from 64-bit keys to places (indices) of rows in arrays, without Python loops.
 
     key 9041 -> cell 5: taken by another key -> cell 6: key 9041, place 12 -> row 12 of the arrays
 
-Open addressing: a key lies in the first free one of the cells h, h + 1, h + 3, h + 6, ... modulo
-the number of cells, a power of two of which at most half are taken. All keys of a call take the
-same step at the same time, so a call makes as many NumPy operations as its unluckiest key has
-steps: about 8. Uses no MPI.
+The table uses open addressing: a key with the hash h is in the first free of the cells h, h + 1,
+h + 3, h + 6, ... modulo the number of cells. The number of cells is a power of two, and at most
+half of them are used. All keys of a call look at their first cell at the same time, then at their
+second cell, and so on. The number of NumPy operations of a call is therefore the number of steps of
+the longest search, about 8. This module uses no MPI.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-_FREE, _REMOVED = -1, -2  # cells without a place; a search goes on behind a removed one
+_FREE, _REMOVED = -1, -2  # cells without a place; a search goes on after a removed cell
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -65,7 +66,7 @@ class KeySlots:
         return (mixed(keys) & np.uint64(self._mask)).view(np.int64)
 
     def find(self, keys: np.ndarray) -> np.ndarray:
-        """Return the place of each key as int32; -1 for a key that is not here."""
+        """Return the place of each key as int32; -1 for a key that is not in the mapping."""
         cells = self._first(keys)
         found = self._places[cells]
         wrong = (found != _FREE) & (self._keys[cells] != keys)
@@ -81,14 +82,14 @@ class KeySlots:
         return found
 
     def add(self, keys: np.ndarray, places: np.ndarray) -> None:
-        """Add distinct keys that are not here yet, with distinct places."""
+        """Add distinct new keys, with distinct places."""
         if 2 * (self._taken + len(keys)) > self._mask:
             self._rebuild(self.count + len(keys))
         self._insert(keys, places.astype(np.int32, copy=False))
         self.count += len(keys)
 
     def _rebuild(self, count: int) -> None:
-        """Make cells for `count` keys and as many more, and put the keys there anew."""
+        """Make new cells for at least twice `count` keys, and insert all keys again."""
         here = self._places >= 0
         keys, places = self._keys[here], self._places[here]
         self._make(1 << max(6, (3 * count).bit_length()))
@@ -103,7 +104,7 @@ class KeySlots:
             free = before < 0
             trying, cell = left[free], at[free]
             self._places[cell] = places[trying]
-            # Of several keys that write into one cell, the one that is read back has won.
+            # If several keys write into one cell, the key that is read back has got the cell.
             won = self._places[cell] == places[trying]
             self._keys[cell[won]] = keys[trying[won]]
             self._taken += int((before[free][won] == _FREE).sum())
@@ -112,7 +113,7 @@ class KeySlots:
             cells[left] = (cells[left] + step) & self._mask
 
     def remove(self, keys: np.ndarray) -> None:
-        """Remove distinct keys, all of which are here."""
+        """Remove distinct keys, which must all be in the mapping."""
         cells = self._first(keys)
         left, step = np.arange(len(keys)), 0
         while left.size:
@@ -131,7 +132,7 @@ class KeyRows:
     Attributes
     ----------
     keys : ndarray of int64
-        The key of each place; meaningless where `live` is false.
+        The key of each place; without a meaning if `live` is false.
     live : ndarray of bool
         Which places have a key.
     columns : dict of str to ndarray
@@ -163,16 +164,16 @@ class KeyRows:
         return self._slots.nbytes + sum(array.nbytes for array in arrays)
 
     def find(self, keys: np.ndarray) -> np.ndarray:
-        """Return the place of each key; -1 for a key that is not here."""
+        """Return the place of each key; -1 for an unknown key."""
         return self._slots.find(keys)
 
     def short_of(self, more: int) -> int:
-        """Return the capacity that `more` new keys need, or 0 if they have room."""
+        """Return the capacity that `more` new keys need; 0 if there is room for them."""
         need = len(self) + more
         return max(64, need, min(2 * self.capacity, need + need // 2)) * (need > self.capacity)
 
     def add(self, keys: np.ndarray) -> np.ndarray:
-        """Add distinct keys that are not here yet; return their places, whose entries are old."""
+        """Add distinct new keys; return their places. The entries there have old values."""
         if capacity := self.short_of(len(keys)):
             self.resize(capacity)
         old = min(len(keys), len(self._free))
@@ -191,13 +192,13 @@ class KeyRows:
         self.columns = {name: lengthened(array, capacity) for name, array in self.columns.items()}
 
     def remove(self, places: np.ndarray) -> None:
-        """Forget the keys of these places, which new keys may get."""
+        """Forget the keys of these places. New keys may get these places."""
         self._slots.remove(self.keys[places])
         self.live[places] = False
         self._free = np.concatenate([self._free, places])
 
     def compacted(self) -> np.ndarray:
-        """Move the keys to the first places, and free the memory behind; return the old places."""
+        """Move the keys to the first places, and free the other memory; return the old places."""
         places = np.flatnonzero(self.live)
         keys, columns = self.keys[places], {n: a[places] for n, a in self.columns.items()}
         self.clear()
@@ -208,7 +209,7 @@ class KeyRows:
 
 
 def lengthened(array: np.ndarray, length: int) -> np.ndarray:
-    """Return a longer array with the same first entries, and zeros behind."""
+    """Return a longer array with the entries of `array`, and then zeros."""
     larger = np.zeros((length, *array.shape[1:]), array.dtype)
     larger[: len(array)] = array
     return larger

@@ -1,7 +1,8 @@
-"""Which server has a key of an open table, and the initial values of its row; uses no MPI.
+"""Compute which server has a key of an open table, and the initial values of its row. Without MPI.
 
-Both follow from hashes of the key, so any rank can compute them for any key at any time. A row thus
-has the same initial values on any number of servers, whenever it is made, and before it is made.
+Both are computed from hashes of the key, so any rank can compute them for any key at any time. A
+row thus has the same initial values on any number of servers, and a pull gets the same values
+before the row is made.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 from .key_slots import mixed
 
-_STEP = 0x9E3779B97F4A7C15  # apart by odd multiples, the words of a row have different hashes
+_STEP = 0x9E3779B97F4A7C15  # odd, so the words of a row have different numbers to hash
 
 
 def owners(keys: np.ndarray, shares: Sequence[float]) -> np.ndarray:
@@ -21,7 +22,7 @@ def owners(keys: np.ndarray, shares: Sequence[float]) -> np.ndarray:
     if len(shares) == 1:
         return np.zeros(len(keys), np.int64)
     ends = np.cumsum(shares)[:-1] * 2.0**32
-    # The upper bits: the hash tables of the servers use the lower ones.
+    # The upper bits are used here, because the hash tables of the servers use the lower bits.
     return np.searchsorted(ends, mixed(keys) >> np.uint64(32), side="right")
 
 
@@ -44,7 +45,7 @@ def initial_rows(
     angle, length = (
         _fractions(mixed(words)),
         1 - _fractions(words),
-    )  # a length of 0 has no logarithm
+    )  # because 0 has no logarithm
     return (np.sqrt(-2 * np.log(length)) * np.cos(2 * np.pi * angle) * scale).astype(dtype)
 
 

@@ -10,30 +10,32 @@ from ...registry import checked_whole
 
 @dataclass(frozen=True)
 class OpenRows:
-    """The rows of a table have any 64-bit keys, and are made by the first pushes of their keys.
+    """The policy of an open table: its rows have any 64-bit keys, and pushes make the rows.
 
-    Give it to `ServerGroup.add` as the policy of a table, ``rows={"e": md.OpenRows()}``, or as
-    ``rows={"e": "open"}`` with the defaults. The table's model is ``((None, 16), "f4", "normal")``.
-    Pushes and pulls name keys where they name rows of other tables: int64 or uint64, of which equal
-    bits mean equal keys. A hash of the key decides which server has it.
+    Pass it to `ServerGroup.add` as the policy of a table, ``rows={"e": md.OpenRows()}``, or pass
+    ``rows={"e": "open"}`` for the defaults. In the argument `model`, such a table is for example
+    ``((None, 16), "f4", "normal")``. Pushes and pulls have keys instead of row numbers. Keys are
+    int64 or uint64, and two keys with the same bits are equal. A hash of the key decides which
+    server has its row.
 
-    A pull of a key without a row gets the key's initial values, which follow from the seed, the
-    table's name and the key; a pull makes no row. Rare keys are kept out as by
-    `CounterFilter` in TensorFlow's DeepRec and `CountFilterEntry` in PaddlePaddle.
+    A pull makes no row. If a key has no row, the pull returns the initial values of the key, which
+    depend on the seed, the table's name and the key. With `min_count`, rare keys get no row, as
+    with `CounterFilter` in TensorFlow's DeepRec and `CountFilterEntry` in PaddlePaddle.
 
     Parameters
     ----------
     max_rows : int, optional
-        The most rows of all servers together. Each server has its share of this number, and raises
-        an error on all ranks where a push needs more. By default only memory limits the rows.
+        The largest number of rows on all servers together. Each server may have its share of this
+        number; if a push needs more rows, the server raises an error on all ranks. By default only
+        the memory limits the number of rows.
     min_count : int
-        The push that makes a key's row: gradients of the first ``min_count - 1`` pushes that name
-        the key are counted but not applied. Equal keys of one push count once.
+        A key gets a row when it is pushed for the `min_count`-th time. Earlier pushes of the key
+        are counted, but their gradients are not applied. Equal keys in one push count once.
 
     Raises
     ------
     ConfigError
-        `max_rows` or `min_count` is not a whole number of 1 or more.
+        `max_rows` or `min_count` is not a whole number of at least 1.
     """
 
     max_rows: int | None = None

@@ -1,11 +1,11 @@
-"""One server's rows of an open table: made by pushes, dropped when unused, saved by keys.
+"""One server's rows of an open table, which are made by pushes and may be dropped when unused.
 
     a push of keys -> counts of keys without a row -> rows, once a key has `min_count` pushes
     a pull of keys -> the values of their rows, or the initial values of the keys
 
-The values lie in the flat parameter of the table, and the optimizer's state beside them, as those
-of any table: the place of a key is a row of both, and the optimizer updates rows. Both have room
-for more rows than there are, and grow.
+As for any table, the values are in the flat parameter of the table, and the optimizer's state has
+arrays of the same shape. Each key has a place, which is a row of the parameter and of the state.
+The optimizer updates these rows. The arrays have room for more rows than exist, and grow if needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..layout.placement import Tensor
 from .key_slots import KeyRows, lengthened
 from .key_values import initial_rows, owners
 
-_FEW = 1 << 20  # bytes below which no growth asks how much memory there is
+_FEW = 1 << 20  # if a table grows by fewer bytes, the free memory is not checked
 
 
 class OpenTable:
@@ -30,7 +30,7 @@ class OpenTable:
     Parameters
     ----------
     shard : ServerShard
-        Has the parameters, the optimizer and its state.
+        The shard with the parameters, the optimizer and its state.
     kind : Tensor
         The table; `kind.open` is its `OpenRows`.
     init : (str, float)
@@ -40,9 +40,10 @@ class OpenTable:
     Attributes
     ----------
     rows : KeyRows
-        The keys that have a row; the column "touched" has the clock of the newest push of each.
+        The keys that have a row. The column "touched" has the clock of each key's newest push.
     waiting : KeyRows
-        The keys that have no row yet, with "count" and "touched", if `min_count` is above 1.
+        If `min_count` is above 1: the pushed keys that have no row yet, with the columns "count"
+        and "touched".
     """
 
     def __init__(self, shard: Any, kind: Tensor, init: tuple[str, float], seed: int):
@@ -50,7 +51,7 @@ class OpenTable:
         self.name, self.width = kind.name, kind.width
         self.rows = KeyRows(touched=((), np.int64))
         self.waiting = KeyRows(touched=((), np.int64), count=((), np.int32))
-        assert kind.open is not None  # the caller makes tables of open rows only
+        assert kind.open is not None  # the caller makes only open tables
         self._policy, self._least = kind.open, kind.open.min_count
         self.most: int | None = None
         if kind.open.max_rows is not None:
@@ -66,7 +67,7 @@ class OpenTable:
         return initial_rows(keys, self.width, dtype, self.name, self._init, self._seed)
 
     def read(self, keys: np.ndarray, out: np.ndarray) -> None:
-        """Write the values of `keys` into the rows of `out`; a key without a row has its first."""
+        """Write the values of `keys` to `out`; keys without a row have their initial values."""
         places = self.rows.find(keys)
         known = places >= 0
         values = self._table(self._shard.parameters[self.name])
@@ -79,14 +80,14 @@ class OpenTable:
     def pushed(
         self, keys: np.ndarray, gradient: np.ndarray, all_keys: Sequence[np.ndarray], clock: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Make the rows of pushed keys, and return the gradient as (rows of the parameter, values).
+        """Make the rows of pushed keys; return the gradient as (rows of the parameter, values).
 
         Parameters
         ----------
         keys, gradient : ndarray
-            The distinct keys in ascending order, and the sum of the gradients of each.
+            The distinct keys in ascending order, and the sum of the gradients of each key.
         all_keys : sequence of ndarray
-            The keys of each push, in which a key occurs once.
+            For each push, its distinct keys.
         clock : int
             The clock of the pushes.
         """
@@ -104,7 +105,7 @@ class OpenTable:
         return places, gradient
 
     def _counted(self, keys: np.ndarray, all_keys: Sequence[np.ndarray], clock: int) -> np.ndarray:
-        """Count the pushes of keys without a row; return which of them get one now."""
+        """Count the pushes of keys without a row; return which of these keys get a row now."""
         pushed = np.sort(np.concatenate(all_keys))
         times = np.searchsorted(pushed, keys, "right") - np.searchsorted(pushed, keys, "left")
         waiting = self.waiting
@@ -121,7 +122,7 @@ class OpenTable:
         return enough
 
     def _forget_oldest(self) -> None:
-        """Forget the counts of that half of the keys without a row that were pushed longest ago."""
+        """Of the keys without a row, forget the half that was pushed longest ago."""
         places = np.flatnonzero(self.waiting.live)
         touched = self.waiting.columns["touched"][places]
         self.waiting.remove(places[np.argsort(touched, kind="stable")[: len(places) // 2]])
@@ -132,7 +133,7 @@ class OpenTable:
         Raises
         ------
         ConfigError
-            There would be more than `max_rows`, or more than the memory has room for.
+            There would be more rows than `max_rows` allows, or than fit into the memory.
         """
         if not keys.size:
             return
@@ -186,9 +187,10 @@ class OpenTable:
     # -- unused rows, and the report -----------------------------------------------------------
 
     def drop(self, before: int) -> int:
-        """Free the rows that were last pushed in a clock before `before`; return how many.
+        """Free the rows whose newest push was before the clock `before`; return their number.
 
-        Keys without a row that were pushed last before that clock are counted anew, too.
+        For keys without a row, the counts of pushes are also reset if their newest push was before
+        that clock.
         """
         for table in (self.waiting, self.rows):
             old = np.flatnonzero(table.live & (table.columns["touched"] < before))
@@ -198,7 +200,7 @@ class OpenTable:
         return old.size
 
     def _compact(self) -> None:
-        """Give the memory of unused rows back."""
+        """Free the memory of unused rows."""
         places = self.rows.compacted()
         nodes = [self._shard.parameters, *(node for _, node in self._slots_of_state())]
         for node in nodes:
@@ -207,7 +209,7 @@ class OpenTable:
         self.waiting.compacted()
 
     def facts(self) -> dict[str, int]:
-        """Return how many rows and waiting keys there are, and the bytes that all arrays take."""
+        """Return the numbers of rows and of waiting keys, and the bytes of all arrays."""
         nodes = [self._shard.parameters, *(node for _, node in self._slots_of_state())]
         nbytes = sum(node[self.name].nbytes for node in nodes)
         return {
@@ -219,14 +221,15 @@ class OpenTable:
     # -- saving ------------------------------------------------------------------------------
 
     def saved(self, array: np.ndarray) -> tuple[str, np.ndarray, np.ndarray]:
-        """Return (name, keys, rows of `array`), which is the parameter or an array of the state."""
+        """Return (name, keys, rows of `array`); `array` is the parameter or a part of the state."""
         places, keys = self._sorted(self.rows)
         return self.name, keys, self._table(array)[places]
 
     def saved_counts(self, clock: int) -> tuple[str, np.ndarray, np.ndarray]:
-        """Return (name, keys, columns): the clocks since its newest push, and the pushes counted.
+        """Return (name, keys, columns), with a row (age, count) of `columns` for each key.
 
-        A key with a row has the count -1.
+        The age is the number of clocks since the key's newest push. The count is the number of
+        counted pushes, or -1 for a key with a row.
         """
         parts = []
         for table, count in ((self.rows, None), (self.waiting, "count")):
@@ -244,13 +247,13 @@ class OpenTable:
         return places, table.keys[places]
 
     def load(self, saved: Mapping, clock: int) -> None:
-        """Replace all rows by those of this server among saved pieces of any servers.
+        """Replace all rows by this server's rows in pieces that any servers have saved.
 
         Raises
         ------
         ConfigError
-            There is no piece of this table, the optimizer's state of a row is missing, or there are
-            too many rows.
+            No piece is of this table, the optimizer's state of a row is missing, or there are too
+            many rows.
         """
         pieces = list(self._mine(saved["parameters"]))
         if not pieces:
@@ -299,5 +302,5 @@ class OpenTable:
 
 
 def most_rows(max_rows: int, share: float) -> int:
-    """Return the most rows of a server with this share of all rows."""
+    """Return the largest number of rows of a server with this share of all rows."""
     return max(1, round(max_rows * share))

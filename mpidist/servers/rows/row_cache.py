@@ -1,18 +1,19 @@
-"""A worker's cache of rows: rows that are new enough are not asked for again.
+"""A worker's cache of rows: if a kept row is new enough, the worker does not ask servers for it.
 
     SSP(2), a worker at clock 7        row 3: has all updates before clock 6    used
                                        row 9: has all updates before clock 4    asked for again
 
-As the process cache of SSPTable in Petuum. An answer tells how far the worker is ahead of the
-slowest one, and so before which clock c the values have all updates of all workers. At clock t they
-may be used while ``c >= t - bound``: a pull in this step guarantees no more. (The worker may also
-begin the step without asking: the slowest worker has finished clock t - bound - 1.) Under BSP a row
-is thus asked for once in each clock.
+The cache works like the process cache of SSPTable in Petuum. Each answer says how far the worker is
+ahead of the slowest worker. So the worker knows a clock c such that the values have all updates of
+all workers before clock c. At clock t the worker may use these values as long as
+``c >= t - bound``, because a pull at clock t would not guarantee more updates. (Then the worker may
+also begin the step without asking any server, because the slowest worker has finished clock
+t - bound - 1.) Under BSP, each row is asked for once in each clock.
 
-A worker always sees its own pushes. They are applied to cached rows if an update adds to a row what
-follows from the gradient alone, as with `sgd` of a constant rate; else the rows are forgotten. In
-modes in which servers hold pushes a pull does not see the pushes of its clock, and no row is used
-after its clock.
+A worker always sees its own pushes. If an update depends only on the gradient, as with `sgd` and a
+constant learning rate, the worker applies its pushes to its cached rows. Otherwise it drops these
+rows from the cache. In modes in which servers hold pushes, the answer to a pull does not contain
+the pushes of its clock, so a row is used only in the clock in which it was fetched.
 
 Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS
 2013; Wei et al., "Managed communication and consistency for fast data-parallel iterative
@@ -37,7 +38,7 @@ from .key_slots import KeyRows
 
 
 class CachedTable:
-    """The cached rows of one table: their values, and the clocks that tell how old they are."""
+    """The cached rows of one table: their values, and the clocks that say how old they are."""
 
     def __init__(self, tensor: Tensor, most: int):
         self.tensor, self.most = tensor, most
@@ -49,10 +50,10 @@ class CachedTable:
     def look_up(
         self, keys: np.ndarray, clock: int, oldest: int, earliest: int, now: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the places of keys and which of them may be used in `clock`.
+        """Return the places of keys, and which of these rows may be used in `clock`.
 
-        These came in this clock, or have all updates before clock `oldest` and came in clock
-        `earliest` or later.
+        A row may be used if it was fetched in this clock; or if it has all updates before clock
+        `oldest` and was fetched in clock `earliest` or later.
         """
         places = self.rows.find(keys)
         columns = self.rows.columns
@@ -64,7 +65,7 @@ class CachedTable:
         return places, good
 
     def keep(self, keys: np.ndarray, values: np.ndarray, has: int, came: int, now: int) -> None:
-        """Store rows; the cache has at most `most`, and forgets those used longest ago."""
+        """Store rows. If there are more than `most`, drop the rows that were used longest ago."""
         if len(keys) > self.most:
             keys, values = keys[: self.most], values[: self.most]
         places = self.rows.find(keys)
@@ -89,7 +90,7 @@ class CachedTable:
     def wrote(
         self, keys: np.ndarray, gradient: np.ndarray, update: OwnUpdate | None, weight: float
     ):
-        """Apply this worker's push to the cached rows of `keys`, or forget them."""
+        """Apply this worker's push to the cached rows of `keys`, or drop these rows."""
         places = self.rows.find(keys)
         here = places >= 0
         places = places[here]
@@ -104,7 +105,7 @@ class CachedTable:
 
 
 class OwnUpdate:
-    """Updates of a worker's own push, with an optimizer that adds a multiple of the gradient."""
+    """Applies a worker's own push to rows, for optimizers that add a multiple of the gradient."""
 
     def __init__(self, optimizer):
         self._optimizer = optimizer
@@ -118,10 +119,9 @@ class OwnUpdate:
 
 
 def own_update(optimizer) -> OwnUpdate | None:
-    """Return how a push changes rows if that follows from the push alone, else None.
+    """Return the update that a push makes, if it depends only on the push; otherwise None.
 
-    That needs an optimizer with a constant rate, without a state for each element and without
-    decay.
+    The optimizer must have a constant learning rate, no state for each element, and no decay.
     """
     settings = getattr(optimizer, "settings", {})
     rate = settings.get("lr") if isinstance(settings, Mapping) else None
@@ -147,9 +147,9 @@ class CachedRows:
     Attributes
     ----------
     hits, misses : int
-        How many distinct rows of all pulls were taken from here, and how many were asked for.
+        How many distinct rows of all pulls came from the cache, and how many from servers.
     quiet : int
-        The pulls without any message to a server and back.
+        The number of pulls that asked no server.
     """
 
     def __init__(
@@ -163,20 +163,20 @@ class CachedRows:
         self.clear()
 
     def use_layout(self, layout: ServerLayout) -> None:
-        """Follow another layout of the servers, which may number dealt rows in another way."""
+        """Use another layout, in which dealt rows may have other numbers."""
         self._layout = layout
         self.clear()
 
     def change_optimizer(self, optimizer, clock: int) -> None:
-        """Follow a change of the optimizer in `clock`.
+        """Note that the optimizer changes in `clock`.
 
-        The servers use it when all workers have told them. Until an answer shows that all workers
-        have finished `clock`, this worker forgets the rows that it pushes.
+        The servers use the new optimizer when all workers have requested it. Until an answer shows
+        that all workers have finished `clock`, this worker drops the rows that it pushes.
         """
         self._update, self._next = None, (clock, own_update(optimizer))
 
     def clear(self) -> None:
-        """Forget all rows, because the servers' values may change by other ways than pushes."""
+        """Drop all rows, because the servers' values may change in other ways than by pushes."""
         self._tables = {
             tensor.name: CachedTable(tensor, self._policy.rows)
             for tensor in self._layout.tensors
@@ -189,7 +189,7 @@ class CachedRows:
         return {"hits": self.hits, "misses": self.misses, "quiet": self.quiet, "rows": rows}
 
     def wrote(self, pushes: Mapping, samples: int | None, clock: int) -> None:
-        """Let cached rows have a push of this worker in `clock`, or forget them."""
+        """Apply a push of this worker in `clock` to cached rows, or drop these rows."""
         if self._modes.at(clock).holds:
             return
         weight = 0.0 if samples == 0 else 1.0 / self._workers
@@ -214,7 +214,8 @@ class CachedRows:
         clock, self._now = requests.clock + bool(flags & CLOCK), self._now + 1
         if (mode := self._modes.at(clock)) != self._mode:
             self._mode = mode
-            self.clear()  # a mode that held pushes has not added this worker's own
+            # In a mode that held pushes, this worker's own pushes were not added to cached rows.
+            self.clear()
         missing, arrays, looked = {}, {}, []
         for name, rows in wanted.items():
             if rows is None or name not in self._tables:
@@ -226,7 +227,7 @@ class CachedRows:
         headers, waited = [], 0.0
         if missing or not looked or not requests.may_be_quiet(flags):
             headers, waited = requests.ask(flags, missing, arrays, pushes, samples, known)
-            # The first header of an answer says how far the slowest worker has come, at least.
+            # The slowest worker has reached at least this clock, according to all answers.
             has = min(header.clock - header.gap for header in headers) if headers else 0
             for one in looked:
                 one.take(has, clock, self._now)
@@ -240,7 +241,7 @@ class CachedRows:
         return headers, waited
 
     def _look_up(self, table: CachedTable, rows: np.ndarray, clock: int) -> LookUp:
-        # DSSP lets a worker go further than `low` ahead, but not for the sake of old parameters.
+        # Under DSSP a worker may be more than `low` steps ahead, but cached rows keep this bound.
         bound, age = getattr(self._mode, "low", self._mode.bound), self._policy.max_age
         oldest = -1 if bound is None else clock - bound
         earliest = -1 if age is None else clock - age
@@ -251,13 +252,13 @@ class CachedRows:
 
 
 class LookUp:
-    """The rows of one table in one pull: those that are cached, and those to ask for."""
+    """The rows of one table in one pull: which of them are cached, and which to ask for."""
 
     def __init__(self, table: CachedTable, rows: np.ndarray, *clocks: int):
         self.table, tensor = table, table.tensor
         distinct, self._where = np.unique(rows, return_inverse=True)
         self._keys = distinct
-        if tensor.dealt:  # pushes have the places in dealt order
+        if tensor.dealt:  # pushes have positions in dealt order, so the cache uses them as keys
             self._keys = dealt_places(distinct, tensor.shape[0], tensor.dealt)
         places, self.good = table.look_up(self._keys, *clocks)
         self.absent = distinct[~self.good]
@@ -266,7 +267,7 @@ class LookUp:
         self._values[self.good] = table.rows.columns["values"][places[self.good]]
 
     def take(self, has: int, came: int, now: int) -> None:
-        """Store what was fetched in clock `came`, with all updates before clock `has`."""
+        """Store the rows fetched in clock `came`, which have all updates before clock `has`."""
         values = self.fetched.reshape(len(self.absent), self.table.tensor.width)
         self._values[~self.good] = values
         self.table.keep(self._keys[~self.good], values, has, came, now)
@@ -277,6 +278,6 @@ class LookUp:
 
 
 def cached_rows(asked: Any, layout: ServerLayout, workers: int, modes: Any) -> CachedRows | None:
-    """Return the cache of a worker of a model, or None if the model has none."""
+    """Return the cache of a worker for a model; None if the model has no cache."""
     policy = row_cache(asked.name, asked.cache_rows, asked.consistency, asked.stale)
     return None if policy is None else CachedRows(policy, layout, workers, asked, modes)

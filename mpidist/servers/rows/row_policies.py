@@ -8,8 +8,8 @@ from ...errors import ConfigError, nearest, shown
 from ..layout.placement import RowPolicy
 from .open_rows import OpenRows
 
-#: "dense": an update moves all rows, as by a gradient of zeros in those that no push names. "lazy":
-#: it moves only the rows that a push names. "open": see `OpenRows`.
+#: "dense": an update changes all rows, with gradient zero in rows that no push names. "lazy": an
+#: update changes only the rows that a push names. "open": see `OpenRows`.
 ROWS = ("dense", "lazy", "open")
 
 #: "ranges": a server holds consecutive rows. "rows": rows are dealt to the servers in turn.
@@ -54,7 +54,7 @@ def _policy(rows, spread: str) -> RowPolicy:
 
 
 def _check_open(model: str, name: str, shape: tuple, rows) -> None:
-    """Raise ConfigError if a table has no number of rows and is not open, or the reverse."""
+    """Raise ConfigError if a table without a number of rows is not open, or one with it is open."""
     is_open = rows == "open" or isinstance(rows, OpenRows)
     if is_open != (shape[:1] == (None,)):
         given = "open" if is_open else repr(rows)
@@ -65,7 +65,7 @@ def _check_open(model: str, name: str, shape: tuple, rows) -> None:
 
 
 def check_row_optimizer(model: str, policies: Mapping[str, RowPolicy], optimizer) -> None:
-    """Raise ConfigError if a tensor is updated by rows, and the optimizer cannot do that."""
+    """Raise ConfigError if a tensor is updated by rows, but the optimizer cannot update rows."""
     lazy = [name for name, policy in policies.items() if policy.rows != "dense"]
     if lazy and not getattr(optimizer, "rows", ""):
         kind = getattr(optimizer, "name", type(optimizer).__name__)
@@ -76,7 +76,7 @@ def check_row_optimizer(model: str, policies: Mapping[str, RowPolicy], optimizer
 
 
 def check_open_tables(asked, policies: Mapping[str, RowPolicy]) -> None:
-    """Raise ConfigError if a model has open tables, and its other arguments do not suit them."""
+    """Raise ConfigError if a model has open tables and arguments that open tables do not allow."""
     tables = [name for name, policy in policies.items() if policy.rows == "open"]
     if tables and asked.stale.compensates:
         raise ConfigError(
@@ -86,7 +86,7 @@ def check_open_tables(asked, policies: Mapping[str, RowPolicy]) -> None:
 
 
 def check_open_group(model: str, policies: Mapping[str, RowPolicy], elastic: bool) -> None:
-    """Raise ConfigError if a group with votes or copies gets a model with open tables."""
+    """Raise ConfigError if a model with open tables is added to the group of an elastic run."""
     tables = [name for name, policy in policies.items() if policy.rows == "open"]
     if tables and elastic:
         raise ConfigError(

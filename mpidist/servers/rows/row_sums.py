@@ -1,4 +1,4 @@
-"""Sums of gradients of rows, so that each row occurs once, in ascending order."""
+"""Add up gradients of equal rows, so that each row occurs once, in ascending order."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 
 
 def is_ascending(rows: np.ndarray) -> bool:
-    """Whether each row is larger than the one before it."""
+    """Whether each row number is larger than the row number before."""
     return bool((rows[1:] > rows[:-1]).all())
 
 
 def sum_equal_rows(rows: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct rows in ascending order, and the sum of the values of each.
+    """Return the distinct rows in ascending order, and the sum of the values of each row.
 
-    Equal rows are added in their order, half precision in single precision.
+    Equal rows are added in their order. Half precision is added in single precision.
     """
     if is_ascending(rows):
         return rows, values
@@ -29,7 +29,7 @@ def sum_equal_rows(rows: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np
 
 
 def last_of_equal_rows(rows: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct rows in ascending order, and the last of the values of each."""
+    """Return the distinct rows in ascending order, and the last value of each row."""
     if is_ascending(rows):
         return rows, values
     distinct, first = np.unique(rows[::-1], return_index=True)
@@ -41,7 +41,7 @@ def merge_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the weighted sum of gradients (share, rows, values), as (rows, values) of `dtype`.
 
-    The values are multiplied by their share in place, and equal rows are added in this order.
+    The values are multiplied by their share in place. Equal rows are added in the order of `parts`.
     """
     wide = np.promote_types(dtype, np.float32)  # half precision is rounded once, at the end
     scaled = []

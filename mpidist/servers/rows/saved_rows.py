@@ -1,7 +1,7 @@
-"""Fill the pieces of a shard from saved pieces of any servers: ranges of elements, or rows.
+"""Fill the pieces of a shard from pieces that any servers have saved.
 
 A piece is (tensor, first element, 1-D array), or (tensor, rows, 2-D array) if its rows are dealt to
-the servers. Both kinds fill each other.
+the servers. A piece of either kind can be filled from pieces of both kinds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...errors import ConfigError
 
 
 def fill_pieces(targets: Sequence, sources: Iterable, what: str) -> None:
-    """Copy what `sources` have of the `targets`; `what` says in errors what these are.
+    """Copy the elements of `sources` to the `targets`; error texts call the targets `what`.
 
     Raises
     ------
@@ -52,9 +52,9 @@ def _copy(where, array: np.ndarray, place, source: np.ndarray) -> int:
 
 
 def _rows_of_range(rows, table: np.ndarray, start: int, flat: np.ndarray, back: bool) -> int:
-    """Copy rows that lie in a range of elements into `table`, or `back` into the range."""
+    """Copy the rows in a range of elements (`flat`) to `table`; with `back`, from `table`."""
     width, stop = table.shape[1], start + flat.size
-    first, last = -(-start // width), stop // width  # the rows that the range has as a whole
+    first, last = -(-start // width), stop // width  # the rows that are completely in the range
     copied = 0
     if first < last:
         whole = flat[first * width - start : last * width - start].reshape(-1, width)
@@ -64,7 +64,7 @@ def _rows_of_range(rows, table: np.ndarray, start: int, flat: np.ndarray, back: 
         else:
             table[here] = whole[rows[here] - first]
         copied = int(here.sum()) * width
-    for row in {start // width, stop // width}:  # rows that the range cuts
+    for row in {start // width, stop // width}:  # the rows that are only partly in the range
         low, high = max(start, row * width), min(stop, (row + 1) * width)
         for at in np.flatnonzero(rows == row) if 0 < high - low < width else ():
             mine, given = table[at, low - row * width :][: high - low], flat[low - start :]

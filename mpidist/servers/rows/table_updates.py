@@ -1,4 +1,4 @@
-"""Models that no optimizer updates: pushes are added to their values, or replace them.
+"""Models without an optimizer: pushed values are added to the present values, or replace them.
 
 values      10  20  30                    update="add"       update="assign"
 worker 0     1   .   1    pushed in a     12  20  31         3   20   1
@@ -21,14 +21,14 @@ UPDATES = ("add", "assign")
 
 
 class TableUpdate:
-    """What servers have in place of an optimizer: they add what is pushed, or put it there.
+    """Used by servers instead of an optimizer: it adds pushed values, or assigns them.
 
     Parameters
     ----------
     name : str
         "add" or "assign".
     replaced : object
-        The optimizer that was also given, which is an error.
+        The optimizer, if one was also given. This is an error, which `check_update` raises.
     """
 
     elementwise, rows = True, "exact"
@@ -43,7 +43,7 @@ class TableUpdate:
         return {}
 
     def update(self, gradients: Mapping, state: dict, parameters: Mapping) -> None:
-        """Add the sums of the pushes to the parameters, or put the newest values there."""
+        """Add the sums of the pushes to the parameters, or assign the newest values."""
         for key, parameter in parameters.items():
             gradient = gradients[key]
             if not isinstance(gradient, tuple):
@@ -67,7 +67,7 @@ def chosen_update(optimizer: Any, update: Any, clip_norm: Any) -> tuple[Any, Any
 
 
 def check_update(asked: Any) -> None:
-    """Raise ConfigError if a model has an update and something that belongs to an optimizer."""
+    """Raise ConfigError if a model has both `update` and an argument for optimizers."""
     table, where = asked.optimizer, f"model {asked.name!r}: update="
     if not isinstance(table, TableUpdate):
         return
@@ -96,7 +96,7 @@ def newest_values(
 ) -> tuple[dict[str, Any], float] | None:
     """Return the values that pushes assign, in the form of `ServerShard.merge`.
 
-    A later push of the sequence replaces the values of an earlier one, row by row.
+    A later push in `pushes` replaces the values of earlier pushes, row by row.
     """
     found: dict[str, Any] = {}
     pushes = [push for push in pushes if push[0]]

@@ -1,6 +1,6 @@
-"""Free the rows of open tables that are not used any more, and say what open tables take.
+"""Free unused rows of open tables, and report the memory that open tables take.
 
-worker   drop, unused_for   -> all servers: free rows, at once -> how many   -> their sum
+worker   drop, unused_for   -> all servers: free rows -> number of rows   -> their sum
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from ..layout.placement import ServerLayout
 from ..protocol import DROP, HEADER_BYTES, TO_SERVER, TO_WORKER, Header
 from .open_table import most_rows
 
-#: Bytes per row of an open table besides values and state: its key, clock, and cells of the hash
-#: table, when the hash table has just grown.
+#: Bytes per row of an open table besides values and state: the key, the clock, and the cells of the
+#: hash table (after the hash table has grown).
 _KEY_BYTES = 72
 
 
 def ask_to_drop(client, unused_for: int) -> int:
-    """Let all servers of a client's model drop rows, as `Client.drop`."""
+    """Let all servers of a client's model drop rows, for `Client.drop`."""
     whole = checked_whole(f"drop rows of {client.name!r}: unused_for", unused_for, 1)
     if not any(tensor.open is not None for tensor in client.layout.tensors):
         raise ConfigError(f"drop rows of {client.name!r}: the model has no table of open rows")
@@ -40,7 +40,7 @@ def ask_to_drop(client, unused_for: int) -> int:
 
 
 def drop_rows(link, model, rank: int, header: Header) -> None:
-    """Free unused rows of a model on this server, and tell the worker with this rank how many."""
+    """Free unused rows of a model on this server, and send their number to worker rank `rank`."""
     before = model.gate.slowest() - header.samples
     count = sum(table.drop(before) for table in model.shard.open.values())
     buffer = link.pool.take(HEADER_BYTES)
@@ -54,9 +54,9 @@ def table_facts(shard) -> dict[str, dict[str, int]]:
 
 
 def open_bytes(layout: ServerLayout, server: int, copies: float) -> int:
-    """Return how many bytes the open tables with `max_rows` take on a server at most.
+    """Return the largest number of bytes that open tables with `max_rows` take on a server.
 
-    `copies` are the bytes of optimizer state per byte of parameters.
+    `copies` is the number of bytes of optimizer state per byte of parameters.
     """
     total = 0.0
     for tensor in layout.tensors:

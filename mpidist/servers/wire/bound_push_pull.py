@@ -1,7 +1,8 @@
 """A push_pull of the same arrays as before, with one short message to each server and back.
 
-In a small model, the checks of arguments and the lists of parts take longer than the messages. So a
-client remembers them with the arrays of a call. The messages are those of any other push_pull.
+In a small model, the checks of the arguments and the lists of parts take longer than the messages.
+So a client remembers the arrays of a call, with the lists, and need not check the same arrays
+again. The messages are the same as for any other push_pull.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..link import Link
 from ..protocol import ALL, HEADER_BYTES, TO_SERVER, TO_WORKER, Header, read_header, write_header
 from .node_share import SMALL_BYTES
 
-#: What the server must do with such a message.
+#: The requests in such a message.
 FLAGS = protocol.PUSH | protocol.CLOCK | protocol.PULL
 
 
@@ -32,7 +33,7 @@ def finite_test(view: np.ndarray) -> Callable[[], bool]:
     """Return a function that says whether all values of an array are finite."""
     if view.dtype.char not in "fd":
         return partial(all_finite, view)
-    # For few values, `all_finite` takes three times as long.
+    # For few values, `all_finite` would take three times as long.
     found = np.empty(view.shape, bool)
     words, isfinite = found.data, np.isfinite
 
@@ -67,7 +68,7 @@ class BoundExchange:
                 tensor, start, stop = part.piece
                 copies.append((view, arrays[tensor][start:stop]))
         kinds = {view.dtype for view, _ in self.packs}
-        # The gaps between tensors are zero, so one look at the memory checks all of them.
+        # The gaps between tensors are zero, so one test of the whole memory checks all tensors.
         checked = [view for view, _ in self.packs]
         if len(kinds) == 1:
             checked = [self.push[HEADER_BYTES:].view(kinds.pop())]
@@ -79,8 +80,8 @@ class BoundExchange:
     def post(
         self, link: Link, name: str, model: int, clock: int, samples: int, entered: int, note: tuple
     ) -> None:
-        """Begin to receive the answer, and send the request, whose data are packed."""
-        # The answer's receive comes first, so that MPI need not buffer the answer.
+        """Begin to receive the answer, and send the request, whose data are already in place."""
+        # The receive is posted before the send, so that MPI need not buffer the answer.
         memory = [self.answer, MPI.BYTE]
         self.received = link.comm.Irecv(memory, self.rank, link.tag + TO_WORKER)
         self.operation = link.trail.begin(protocol.NAMES[FLAGS], self.rank, name, clock)
@@ -124,7 +125,7 @@ class BoundPushPull:
     link : Link
     layout : ServerLayout
     make : sequence of callable
-        For each server, returns its `BoundExchange` of flat gradients and results.
+        For each server, a function of flat gradients and results that returns a `BoundExchange`.
     gradients, out : mapping of str to ndarray
         C-contiguous arrays of all tensors, in the dtypes of the tensors.
     """
@@ -154,7 +155,7 @@ class BoundPushPull:
         self._number, self._nbytes = len(sent), sum(sent)
 
     def fits(self, gradients: Any, out: Any) -> bool:
-        """Whether these are the arrays of this object, and nobody has changed their form."""
+        """Whether these are the arrays of this object, with the same shapes and dtypes."""
         try:
             if not len(gradients) == len(out) == len(self._arrays):
                 return False
@@ -190,14 +191,14 @@ class BoundPushPull:
         entered: int,
         note: tuple[int, int],
     ) -> tuple[float, list[Header]]:
-        """Send the packed gradients and receive the answers.
+        """Send the gradients that `pack` has copied, and receive the answers.
 
         Returns the seconds waited, and the headers of the answers in the order of the servers.
         """
         link = self._link
         count = -1 if samples is None else samples
         link.touched = True
-        # After an exception the link keeps this, because MPI may still use the memory.
+        # After an exception the link keeps this object, because MPI may still use the memory.
         link.receiving.add(self)
         link.reap()
         self._open = self._exchanges.copy()
@@ -231,7 +232,7 @@ def bind(
 ) -> BoundPushPull | None:
     """Return a `BoundPushPull` of these arrays, or None if their messages are not simple enough.
 
-    `shards` has what each server holds, and `make` is as in `BoundPushPull`.
+    `shards` has each server's part of the model, and `make` is as in `BoundPushPull`.
     """
     layout = shards[0].layout
     sizes = [HEADER_BYTES + shard.nbytes for shard in shards]
@@ -241,7 +242,7 @@ def bind(
         return None
     for tensor in layout.tensors:
         for array in (gradients[tensor.name], out[tensor.name]):
-            # Rows that are dealt to the servers lie in another order in messages.
+            # Rows that are dealt to the servers are in another order in messages.
             plain = type(array) is np.ndarray and array.flags.c_contiguous and not tensor.dealt
             if not plain or array.dtype != tensor.dtype or array.shape != tensor.shape:
                 return None

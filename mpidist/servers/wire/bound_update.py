@@ -1,9 +1,10 @@
-"""A server's update by gradients in memory that is used again, with all arrays looked up once.
+"""A server's update from gradients in memory that is used again, with all arrays looked up once.
 
-The memory of a push comes again: that of a worker of this host, a buffer of the pool, or the sum of
-all pushes of a clock. In a small model the look-ups of an update take longer than its arithmetic.
-So gradients that come again keep the update that the optimizer has bound to them, see
-`optim.Optimizer`. A user's optimizer has no bound updates, and makes the usual ones.
+Gradients are often in the same memory as before: the shared memory of a worker of this host, a
+buffer of the pool, or the sum of all pushes of a clock. In a small model, looking up the arrays of
+an update takes longer than its arithmetic. So an object with such gradients keeps a bound update, a
+function of the optimizer that already knows all arrays, see `optim.Optimizer`. A user's optimizer
+has no bound updates, and makes updates in the usual way.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from ..layout.routing import WholeParts
 
 
 class BoundGradients(dict):
-    """Gradients by the keys of a shard, in arrays that come again, and the update bound to them."""
+    """Gradients by the keys of a shard, in memory that is used again, and their bound update."""
 
     __slots__ = ("_again", "_arrays", "_optimizer", "_state")
 
     def __init__(self, gradients: Mapping[str, Any]):
         super().__init__(gradients)
-        self._optimizer: Any = None  # the owner of the bound update, once the gradients were seen
+        self._optimizer: Any = None  # the optimizer of the bound update, after the first use
         self._state: Any = None
         self._arrays: list = []
         self._again: Callable | None = None
@@ -30,7 +31,7 @@ class BoundGradients(dict):
     def apply(self, shard: Any, weight: float) -> bool:
         """Make the bound update of a `ServerShard`, if there is one; return whether it was made."""
         if self._optimizer is not shard.optimizer or self._state is not shard.state:
-            # The next call binds the update, because many gradients do not come again.
+            # The update is bound only in the next call, because many gradients are used only once.
             self._optimizer, self._state = shard.optimizer, shard.state
             self._again, self._arrays = None, []
             return False
@@ -49,12 +50,12 @@ class BoundGradients(dict):
 
 
 def gradients_again(parts: Any) -> BoundGradients | None:
-    """Return what `kept_with` has kept with the parts of a push, or None."""
+    """Return the gradients that `kept_with` has stored with the parts of a push, or None."""
     return parts.gradients if type(parts) is WholeParts else None
 
 
 def kept_with(parts: Any, gradients: dict[str, Any]) -> dict[str, Any]:
-    """Return the gradients of a whole push, and keep them with its parts if these come again."""
+    """Return the gradients of a whole push; store them with `parts` if that object is reused."""
     if type(parts) is not WholeParts:
         return gradients
     if parts.gradients is None:
@@ -63,7 +64,7 @@ def kept_with(parts: Any, gradients: dict[str, Any]) -> dict[str, Any]:
 
 
 def same_again(before: BoundGradients, gradients: dict[str, Any]) -> BoundGradients:
-    """Return `before` if it has the same arrays as `gradients`, else these as a new object."""
+    """Return `before` if it has the same arrays as `gradients`; otherwise a new object."""
     same = before.keys() == gradients.keys()
     if same and all(map(is_, before.values(), gradients.values())):
         return before

@@ -1,6 +1,6 @@
-"""What one call of a worker sends and wants, and the answer that it waits for from one server.
+"""The data of one call of a worker to all servers, and the answer of one server.
 
-An answer is one message, or a header and pieces; a `ServerAnswer` hides the difference.
+An answer is one message, or a header and pieces. `ServerAnswer` has the same methods for both.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class ServerCall(NamedTuple):
     ----------
     flags : int
     wanted : mapping
-        Names to rows, or None for all rows.
+        The wanted tensors: name -> rows, or None for all rows.
     flat : mapping
-        The 1-D arrays that receive what is wanted.
+        The 1-D arrays that receive the wanted values.
     pushes : mapping or None
-        Names to (rows, values).
+        name -> (rows, values).
     samples : int or None
     known : collection of int
-        Numbers of the servers that have the push already.
+        Numbers of the servers that already have the push.
     gradients, out : mapping or None
-        The same arrays as in `pushes` and `flat`, if they may travel in pieces.
+        The same arrays as in `pushes` and `flat`, if they may be sent in pieces.
     """
 
     flags: int
@@ -52,11 +52,11 @@ class ServerCall(NamedTuple):
 
 
 def whole_push(layout: ServerLayout, pushes: Mapping | None, out: Mapping) -> dict | None:
-    """Return the gradients to push in pieces, or None if this push is a whole message."""
+    """Return the gradients to push in pieces; None if this push must be a whole message."""
     named = {} if pushes is None else {name: rows for name, (rows, _) in pushes.items()}
     if not routing.has_all(layout, named):
         return None
-    # A flat gradient may have gaps between its elements, and MPI sends bytes that have none.
+    # A flat gradient may have gaps between its elements, but MPI sends bytes without gaps.
     gradients = {name: np.ascontiguousarray(flat) for name, (_, flat) in (pushes or {}).items()}
     return gradients if can_share(gradients, out) else None
 
@@ -67,11 +67,11 @@ class ServerAnswer:
     Parameters
     ----------
     incoming : Incoming
-        The message, or the header.
+        The receive of the message or of the header.
     operation : list
         The record of the request in `Link.trail`.
     parts : sequence of ShardPart
-        What the message has.
+        The parts in the message.
     stream : ClientStream, optional
         The pieces of the request and of the answer.
     """
@@ -88,17 +88,17 @@ class ServerAnswer:
 
     @property
     def handed(self) -> bool:
-        """Whether MPI has the whole request, and the next server may be asked."""
+        """Whether MPI has taken the whole request, so that the next server may be asked."""
         return self._stream is None or self._stream.handed
 
     def test(self) -> bool:
-        """Whether the request is sent and the answer is here. Makes progress."""
+        """Whether the request is sent and the answer has arrived. Makes progress."""
         if isinstance(self._stream, NodeClientStream):
             return self._stream.is_here(self._incoming)
         return (self._stream is None or self._stream.progress()) and self._incoming.test()
 
     def unpack(self, link: Link, layout: ServerLayout, wanted: Mapping, flat: Any) -> Header:
-        """Copy the data of the message to the arrays `flat`, and return its header."""
+        """Copy the data of the answer to the arrays `flat`, and return its header."""
         header, buffer = self._incoming.header, self._incoming.buffer
         for part, view in routing.views(layout, self._parts, buffer, HEADER_BYTES):
             name = layout.tensors[part.piece.tensor].name

@@ -54,12 +54,12 @@ SILENT, LATE = 16, 0.25
 
 _NOTHING = np.empty(0, np.int64)
 
-#: A server, what it has of the wanted parts, and the array that lists them.
+#: A server, the wanted parts that it holds, and the array that lists these parts in a message.
 Route = tuple[int, list[routing.ShardPart], np.ndarray | None]
 
 
 class ClientRequests:
-    """What a client sends to the servers, and the answers.
+    """Sends a client's requests to the servers of a model, and receives the answers.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class ClientRequests:
     names : Selection
         The tensors of the model.
     pieces : sequence of list of WirePiece
-        What each server sends and receives in pieces; empty for whole messages.
+        For each server, the pieces of its part of the model; empty if no message is sent in pieces.
     modes : ClientModes
         The consistency mode of each clock.
     share : NodeShare or None
@@ -84,10 +84,10 @@ class ClientRequests:
     versions : list of int
         The updates in each server's shard at the newest answer of the server.
     clock, entered, pushed : int
-        The worker's clock, the newest that the servers have let it into, and that of its newest
-        push; -1 for none.
+        The worker's clock, the newest clock that the servers have let it enter, and the clock of
+        its newest push; -1 for none.
     note : tuple of two int
-        Two integers that the next request carries to the first server, and sets to zero.
+        Two integers that the next request carries to the first server. They are then set to zero.
     queue : Counter
         How many workers waited for a server at the same time.
     started : bool
@@ -114,10 +114,10 @@ class ClientRequests:
         self.clock, self.entered, self.pushed = 0, -1, -1
         self.note, self.started = (0, 0), False
         self.queue: Counter[int] = Counter()
-        self.silent: Counter[int] = Counter()  # clocks since each server was asked
+        self.silent: Counter[int] = Counter()  # server -> clocks since it was asked
 
     def go_on_from(self, before: ClientRequests) -> None:
-        """Take over clock and counts from the requests of another layout of the same model."""
+        """Take over the clock and the counts of another object, for a new layout of the model."""
         self.clock, self.entered, self.pushed = before.clock, before.entered, before.pushed
         self.note, self.started, self.queue = before.note, before.started, before.queue
         newest = max(before.versions)
@@ -130,7 +130,7 @@ class ClientRequests:
 
     @property
     def has_entered(self) -> bool:
-        """Whether a server has let the worker into its clock, so that others need not."""
+        """Whether a server has let the worker enter its clock. One server is enough."""
         return self.entered == self.clock and not self._modes.asks_all(self.clock)
 
     def _route(
@@ -195,7 +195,7 @@ class ClientRequests:
         return operation
 
     def streams(self, clock: int) -> bool:
-        """Whether a whole push of `clock` travels in pieces that are answered at once."""
+        """Whether a push of the whole model in `clock` has pieces that are answered one by one."""
         return self._has_pieces and self._modes.streams(clock)
 
     def tell_all(self, flags: int, data: bytes) -> None:
@@ -209,7 +209,7 @@ class ClientRequests:
         self.started = True
 
     def may_be_quiet(self, flags: int) -> bool:
-        """Whether a worker that needs no values from servers may go on without an answer."""
+        """Whether a worker may go on without an answer, if it needs no values from servers."""
         if not flags & CLOCK and self.entered == self.clock:
             return True
         if self._modes.asks_all(self.clock + bool(flags & CLOCK)):
@@ -217,7 +217,7 @@ class ClientRequests:
         return max(self.silent.values(), default=0) < SILENT - 1
 
     def tick_quietly(self, flags: int, pushes, samples) -> None:
-        """Send a push and a tick to all servers, which do not answer; a pull alone sends none."""
+        """Send a push and a tick to all servers, which do not answer; send nothing for a pull."""
         servers = range(len(self.servers))
         if flags & CLOCK or self.entered < self.clock:
             self.silent.update(servers)
@@ -227,7 +227,7 @@ class ClientRequests:
             self.post(server, flags & ~PULL, pushes=pushes, samples=samples)
 
     def push(self, pushes: Mapping, samples: int | None) -> None:
-        """Send a push alone to all servers; later changes of the gradients have no effect on it."""
+        """Send a push to all servers. The gradients may be changed when this method returns."""
         gradients = whole_push(self.layout, pushes, {}) if self._has_pieces else None
         for server in self._in_turn():
             pieces = self._pieces[server]
@@ -248,7 +248,7 @@ class ClientRequests:
     ) -> tuple[list[Header], float]:
         """Send a request to each server that must answer, and receive the answers into `results`.
 
-        Servers in `known` have the push already. Returns the headers of the answers, and the
+        Servers in `known` already have the push. Returns the headers of the answers, and the
         seconds waited.
         """
         flat, finish = self._names.targets(wanted, results)
@@ -282,7 +282,10 @@ class ClientRequests:
         return headers, waited
 
     def _choose(self, call: ServerCall) -> tuple[deque[Route], list[int]]:
-        """Return the servers to ask, in turn, and those that need not answer now; tell these."""
+        """Return the servers to ask, in order, and the servers that need not answer.
+
+        The latter get their part of the push and the tick here.
+        """
         flags, quiet = call.flags, []
         entering = bool(flags & CLOCK) or self.entered < self.clock
         waiting = deque[Route]()
@@ -345,6 +348,6 @@ class ClientRequests:
         return None if self.share is None else self.share.pair(self.link.comm.rank, rank)
 
     def _look_in(self, server: int, ahead: bool) -> ServerAnswer:
-        """Send an empty pull to a server, which then knows that this worker waits."""
+        """Send an empty pull to a server, so that the server knows that this worker waits."""
         incoming = self.link.receive(self.servers[server], TO_WORKER, HEADER_BYTES)
         return ServerAnswer(incoming, self.post(server, PULL, ahead=ahead))

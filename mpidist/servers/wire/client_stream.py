@@ -1,10 +1,10 @@
-"""A worker's side of pushes and answers in pieces: from the gradients and into the arrays `out`.
+"""A worker's part in pushes and answers in pieces: gradients are sent, `out` receives answers.
 
 ::
 
-    gradients   | 0 | 1 | 2 | 3 | 4 | ...     piece 4 is sent when answer 0 is here, or, where the
-    out         | 0 |                         server takes the whole push, when piece 0 is sent;
-                                              answers come in the order of the pieces
+    gradients   | 0 | 1 | 2 | 3 | 4 | ...     piece 4 is sent when answer 0 has arrived; or, if the
+    out         | 0 |                         server needs the whole push before it answers, when
+                                              piece 0 is sent. Answers come in the order of pieces
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class ClientStream:
         The server.
     layout : ServerLayout
     pieces : sequence of WirePiece
-        What the server holds, see `cut_shard`.
+        The pieces of the server's part of the model, from `cut_shard`.
     gradients, out : mapping of str to ndarray, optional
         One-dimensional contiguous arrays of the dtypes of the tensors, by name. MPI uses them until
-        `progress` has returned true. Without `gradients` the stream only receives, and without
-        `out` it only sends. Where both share memory, see `can_share`.
+        `progress` has returned True. Without `gradients` the stream only receives, and without
+        `out` it only sends. `can_share` says whether both may share memory.
     in_step : bool
-        Whether the server answers each piece at once.
+        Whether the server answers each piece as soon as it has updated it.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ClientStream:
 
     @property
     def handed(self) -> bool:
-        """Whether the next server may be asked: MPI has all pieces of a whole push."""
+        """Whether the next server may be asked, because MPI has all pieces of a whole push."""
         return self._in_step or self._begun == self._all
 
     def progress(self) -> bool:
@@ -84,8 +84,8 @@ class ClientStream:
 
     def _post(self) -> None:
         """Post receives of answers, and send pieces."""
-        # The answer's receive comes first, so that MPI need not buffer the answer. A whole push is
-        # answered only when it has been sent, and until then an answer would share its memory.
+        # The receive is posted before the send, so that MPI need not buffer the answer. For a whole
+        # push, it is posted only after the send, because answer and push may share memory.
         sends, begun = self._sends, self._begun
         if self._in_step or (self.handed and not sends):
             self._answers.post(self._answers.here)
@@ -127,9 +127,9 @@ def _raw(arrays: Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray]:
 def can_share(gradients: Mapping[str, np.ndarray], out: Mapping[str, np.ndarray]) -> bool:
     """Whether answers may be written to `out` while `gradients` are still being sent.
 
-    An answer overwrites only the gradients of its own piece, or of its own server, which the server
-    has received already. So one array may have both the gradient and the new values of a tensor,
-    unless it is also the gradient of another tensor.
+    An answer overwrites only gradients that its server has already received. So an array may
+    contain first the gradient and then the new values of a tensor, unless it is also the gradient
+    of another tensor.
     """
     users: dict[tuple[int, int], list[tuple[int, str]]] = {}
     for side, arrays in enumerate((gradients, out)):

@@ -2,7 +2,7 @@
 
     due   | update of clock 7, in pieces | answer to 0 | answer to 1 | update of clock 8 | ...
 
-An update in pieces takes a while, and all later actions wait for its end. An update also waits
+An update in pieces takes some time, and all later actions wait for its end. An update also waits
 until MPI has sent the answers that it sends directly from the memory of the parameters. This wait
 is short: the workers have received these answers before they send the pushes of the next update.
 Answers to pulls are copied instead (`pull_stream`), so no update waits for them. For workers that
@@ -36,7 +36,7 @@ class DueActions:
     Attributes
     ----------
     in_pieces : bool
-        Whether pushes or answers may travel in pieces; else no action waits.
+        Whether pushes or answers may be sent in pieces. If not, no action waits.
     update : StreamedUpdate or None
         The update in pieces that is under way, or that has just ended.
     pulls : PullStreams
@@ -63,7 +63,7 @@ class DueActions:
 
     @property
     def pieces(self) -> list[WirePiece]:
-        """The pieces of all that the server holds."""
+        """The pieces of the server's part of the model."""
         return self._all.pieces
 
     @property
@@ -73,7 +73,7 @@ class DueActions:
         return bool(self._actions or self.pulls or sending)
 
     def receive(self, link: Link, source: int) -> PushStream:
-        """Begin to receive a push in pieces, each of which is answered at once."""
+        """Begin to receive a push in pieces, each of which is answered when it is updated."""
         self._open(link)
         if self.share is not None and (pair := self.share.pair(source, link.comm.rank)):
             self._readers.add(source, pair, 0, 0)

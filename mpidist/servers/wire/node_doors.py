@@ -1,4 +1,4 @@
-"""A server's side of small messages in memory that it shares with workers: see `node_mail`."""
+"""A server's part in small messages through memory that it shares with workers: `node_mail`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .node_share import NodePair, NodeShare
 class MailBox(NamedTuple):
     """A worker's messages for one model on this server.
 
-    `parts` are those of the push, and `values` those of the answer, by the keys of the shard.
+    `parts` are the parts of the push. `values` are the arrays of the answer, by the shard's keys.
     """
 
     model: Any
@@ -29,7 +29,7 @@ class MailBox(NamedTuple):
     door: ServerDoor
 
     def write(self, *fields: int) -> None:
-        """Write the answer, with these fields of the header, and tell the worker."""
+        """Write the answer, with these fields of the header, and notify the worker."""
         parameters = self.model.shard.parameters
         write_header(self.answer, *fields)
         for key, view in self.values:
@@ -38,7 +38,7 @@ class MailBox(NamedTuple):
 
 
 class ServerDoor:
-    """Where one worker of this host rings at this server."""
+    """The line of counters by which one worker of this host rings at this server."""
 
     def __init__(self, worker: int, rank: int, pair: NodePair):
         self.worker, self.rank = worker, rank
@@ -77,7 +77,7 @@ class ServerDoors:
                 self._boxes[number, door.worker] = box
 
     def listen(self) -> bool:
-        """Handle the messages that have come; return whether there were some."""
+        """Handle the messages that have arrived; return whether there were any."""
         acted = False
         for door in self._doors:
             line = door.rung

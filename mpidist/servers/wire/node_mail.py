@@ -3,12 +3,13 @@
 ::
 
     worker   writes header and gradient, then rings:    line[RUNG] += 1
-    server   hears that, and handles the message like any other
+    server   sees the new count, and handles the message like any other message
     server   writes header and parameters, then:        line[ANSWERED] += 1
 
-All models of a group ring in the same lines. A worker waits for the answer, so it rings for one
-message at a time. Messages by MPI and in memory may overtake each other. So the worker also writes
-how many messages it has sent to the server by MPI, and the server first receives these.
+All models of a group use the same lines of counters. To ring means to increase the counter RUNG. A
+worker waits for the answer, so it rings for one message at a time. A message in memory may overtake
+an earlier message by MPI. So the worker also writes how many messages it has sent to the server by
+MPI, and the server first receives these messages.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from ..protocol import ALL, write_header
 from .bound_push_pull import FLAGS, BoundExchange
 from .node_share import NodePair, NodeShare, count_shared
 
-#: The places in the line of a worker: how often it has rung, for which model, and how many
-#: messages it had sent by MPI. In the line of a server: how many messages it has answered.
+#: Positions in the line of a worker: how often it has rung, for which model, and how many messages
+#: it had sent by MPI. The line of a server has the number of answered messages.
 RUNG, MODEL, SENT = 0, 1, 2
 ANSWERED = 0
 
@@ -32,7 +33,7 @@ ANSWERED = 0
 class MailExchange(BoundExchange):
     """The messages to one server of this host and back.
 
-    `door` has the lines in which the ranks ring, and `pair` the memory of the messages.
+    `door` has the lines of counters, and `pair` has the memory of the messages.
     """
 
     by_messages = False
@@ -50,7 +51,7 @@ class MailExchange(BoundExchange):
     def post(
         self, link: Link, name: str, model: int, clock: int, samples: int, entered: int, note: tuple
     ) -> None:
-        """Write the request, whose data are packed, and ring."""
+        """Write the header of the request, whose data are already written, and ring."""
         self.operation = link.trail.begin(protocol.NAMES[FLAGS], self.rank, name, clock)
         write_header(
             self.push, FLAGS, model, clock, self.push.size, ALL, ALL, samples, 0, entered, 0, 0, 0,
@@ -60,7 +61,7 @@ class MailExchange(BoundExchange):
         line = self._rung
         line[MODEL], line[SENT] = model, link.sent[self.rank]
         self._number = line[RUNG] + 1
-        line[RUNG] = self._number  # after the data, see `node_share`
+        line[RUNG] = self._number  # written after the data, see `node_share`
 
     def is_here(self, link: Link, status) -> bool:
         """Whether the answer is here; then copy it."""
@@ -73,15 +74,15 @@ class MailExchange(BoundExchange):
 def exchanges(
     link: Link, ranks: Sequence[int], shards: Sequence[WholeShard], share: NodeShare | None
 ) -> list[Callable[[Mapping, Mapping], BoundExchange]]:
-    """Return, for each server, what makes its exchange of flat gradients and results.
+    """Return, for each server, a function that makes its `BoundExchange`.
 
-    `shards` has what each of the servers `ranks` holds.
+    `ranks` are the ranks of the servers, and `shards` are their parts of the model.
     """
     make: list[Callable] = []
     for rank, shard in zip(ranks, shards, strict=True):
         exchange: Callable = partial(BoundExchange, rank, shard)
         pair = None if share is None else share.pair(link.comm.rank, rank)
-        # A server that began later, see `balance`, has no door.
+        # A server that became one later (see `balance`) has no door.
         door = None if pair is None else link.doors.pair(link.comm.rank, rank)
         if door is not None and pair is not None:
             exchange = partial(MailExchange, rank, shard, door=door, pair=pair)

@@ -1,16 +1,16 @@
-"""The memory that the workers and the servers of one host share, so that data are not sent.
+"""The memory that the workers and the servers of one host share instead of sending data.
 
 ::
 
     part of a worker   | a line for each server of the host | small push | ring of pieces |
     part of a server   | a line for each worker of the host | small answer | parameters |
 
-A line is a cache line of counters. Only the rank that owns a part writes into it, so no lock is
-needed: a rank writes data, then its counter; the other rank reads the counter, then the data
-(`node_barrier` says why this order holds, and on which processors). Every model has a `NodeShare`
-on each host, and `node_stream` and `node_mail` use it.
+A line is a cache line with counters. Each part is written only by the rank that owns it, so no lock
+is needed: a rank writes data and then its counter, and another rank reads the counter and then the
+data. `node_barrier` explains on which processors this order is kept, and why. Every model has a
+`NodeShare` on each host, which `node_stream` and `node_mail` use.
 
-The memory is a `Segment`, which leaves no file behind, whatever ends a rank.
+The memory is a `Segment`, which leaves no file behind, even if a rank is killed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..link import Link
 from ..protocol import HEADER_BYTES, MESSAGE_BYTES
 from .wire_pieces import WINDOW, cut_shard
 
-#: The most bytes of a model whose messages have memory of their own; see `bound_push_pull`.
+#: Models of at most this many bytes have memory for whole messages, see `bound_push_pull`.
 SMALL_BYTES = 256 << 10
 
 #: Whether ranks of one host share memory. Tests and benchmarks change it, on all ranks.
@@ -45,7 +45,7 @@ _ALIGNED = 64
 class NodeRanks(NamedTuple):
     """The ranks of a group on this rank's host.
 
-    `servers` has the numbers of the servers, by their ranks. `why` says why they share no memory.
+    `servers` maps the ranks of servers to their numbers. `why` says why they share no memory.
     """
 
     topology: Topology | None = None
@@ -78,19 +78,19 @@ def count_shared(link: Link, nbytes: int) -> None:
 
 
 class NodePair(NamedTuple):
-    """What one worker and one server share for one model.
+    """The memory that one worker and one server share for one model.
 
     Attributes
     ----------
     rung, answered : memoryview of int64
-        The line of the worker and that of the server.
+        The line of the worker, and the line of the server.
     push, answer : ndarray of uint8 or None
-        The memory of a small model's message with a push, and of its answer.
+        For a small model, the memory of a message with a push, and of its answer.
     slots : list of ndarray of uint8
-        The ring of pieces, if the model is sent in pieces.
+        For a model that is sent in pieces, the ring of pieces.
     parameters : mapping of int to (int, ndarray)
-        The values that the server holds, after the number of the first, by the number of the
-        tensor, if the model is sent in pieces.
+        For a model that is sent in pieces: number of a tensor -> the number of the first element
+        that the server holds, and the values that it holds.
     """
 
     rung: memoryview
@@ -109,9 +109,9 @@ class NodeShare:
     node : NodeRanks
     layout : ServerLayout
     piece_bytes : int
-        The most bytes of a piece.
+        The largest number of bytes of a piece.
     wait : callable
-        Waits until a test returns true.
+        ``wait(test)`` waits until ``test()`` is true.
 
     Attributes
     ----------
@@ -123,7 +123,7 @@ class NodeShare:
     Raises
     ------
     ConfigError
-        On all ranks of the host: the memory cannot be allocated.
+        The memory cannot be allocated. Raised on all ranks of the host.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class NodeShare:
         return self._node.topology.members(self._node.topology.node).index(rank)
 
     def pair(self, worker: int, server: int) -> NodePair | None:
-        """Return what two ranks share, or None if they are not both on this host."""
+        """Return the memory that two ranks share; None if they are not both on this host."""
         if not self.has(worker, server):
             return None
         if (worker, server) not in self._pairs:
@@ -206,7 +206,7 @@ class NodeShare:
         )
 
     def _sizes(self, rank: int) -> dict[tuple, int]:
-        """Return the bytes of each place in the part of one rank."""
+        """Return the size in bytes of each place in the part of one rank."""
         sizes: dict[tuple, int] = {}
         for server in self._node.servers if rank in self._node.workers else ():
             sizes["line", server] = 8 * LINE
@@ -247,7 +247,7 @@ class Transport(NamedTuple):
 
 
 class _Plan:
-    """Where each place lies in the part of one rank."""
+    """The position of each place in the part of one rank."""
 
     def __init__(self, sizes: Mapping[tuple, int]):
         self._places: dict[tuple, slice] = {}
@@ -279,7 +279,7 @@ def share_memory(
     if node.why or not (node.workers and node.servers):
         return None, node.why or "no worker and server are on this host"
     if any(tensor.open is not None for tensor in layout.tensors):
-        return None, "an open table grows"
+        return None, "the model has an open table, which grows"
     try:
         return NodeShare(node, layout, piece_bytes, wait), ""
     except ConfigError as error:

@@ -49,14 +49,14 @@ _TURN = 1 << 32
 
 
 class NodePushStream(PushStream):
-    """The pieces of one push in the ring of a worker, which the server uses like others."""
+    """The pieces of one push in the ring of a worker, with the methods of `PushStream`."""
 
     by_messages = False
 
     def __init__(self, source: int, pair: NodePair):
         self.source = source
         self._slots, self._rung, self._answered = pair.slots, pair.rung, pair.answered
-        # The worker may have put pieces into the ring already.
+        # The worker may already have written pieces to the ring.
         self._base = self._answered[UPDATED]
 
     def here(self) -> int:
@@ -68,7 +68,7 @@ class NodePushStream(PushStream):
         return self._slots[number % len(self._slots)]
 
     def use(self) -> None:
-        """Say that the oldest piece is updated: the worker may read the new parameters."""
+        """Count the oldest piece as updated, so that the worker may copy the new parameters."""
         self._answered[ALLOWED] += 1
         self._answered[READY] += 1
         self._answered[UPDATED] += 1
@@ -165,7 +165,7 @@ class NodeClientStream:
         return self._rest is None or self._rest.handed
 
     def is_here(self, incoming: Incoming) -> bool:
-        """Put more pieces into the ring, and copy answers; return whether all is done."""
+        """Write more pieces to the ring, and copy answers; return whether all pieces are done."""
         if self._rest is not None:  # pieces in messages
             if not self._rest.progress():
                 return False
@@ -183,7 +183,7 @@ class NodeClientStream:
         return incoming.test()
 
     def _fill(self, updated: int) -> None:
-        """Copy the gradients that have room into the ring."""
+        """Copy gradients to the ring, as far as it has room."""
         assert self._gradients is not None
         pair = self._pair
         for number in range(self._begun, min(len(self._pieces), updated + len(pair.slots))):

@@ -1,4 +1,4 @@
-"""A server's side of pushes in pieces: add, update and answer one piece after the other.
+"""A server's part in pushes in pieces: add, update and answer one piece after another.
 
 ::
 
@@ -10,9 +10,9 @@ When piece k has arrived from all workers that push in pieces, the server adds t
 order of the workers, updates the parameters of this piece, and sends them to these workers. A
 server needs memory for `WINDOW` pieces per worker.
 
-A `PushStream` receives the pieces of one worker. A `StreamedUpdate` is one update of a model from
-pushes of which at least one comes in pieces; the others may be whole messages. The result has the
-same bits as with whole messages only.
+A `PushStream` receives the pieces of one worker. A `StreamedUpdate` is one update of a model. At
+least one of its pushes comes in pieces; the other pushes may be whole messages. The result has the
+same bits as if all pushes were whole messages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .wire_pieces import WirePiece, allowed, cut_shard
 
 
 class PushStream:
-    """The pieces of one push, as they arrive from the rank `source`; each is answered at once.
+    """The pieces of one push from the rank `source`, if each piece is answered when updated.
 
     Attributes
     ----------
@@ -69,10 +69,10 @@ class PushStream:
 
 
 class PieceViews(NamedTuple):
-    """One piece of a shard: views of the parameters and of the optimizer's state.
+    """Views of the parameters and of the optimizer's state in one piece of a shard.
 
-    `places` has, for each view, the dict and the key under which the optimizer finds it. `memory`
-    has the bytes of the parameters, if the piece has only one span.
+    `places` has, for each view, the dict and the key where the optimizer expects this array.
+    `memory` has the bytes of the parameters, if the piece has only one span.
     """
 
     piece: WirePiece
@@ -85,7 +85,7 @@ class PieceViews(NamedTuple):
 class ShardPieces:
     """The pieces of a server's shard, each with NumPy views of the arrays that it covers.
 
-    The views are made once, and again if the optimizer replaces an array.
+    The views are made once. If the optimizer replaces an array, they are made again.
 
     Attributes
     ----------
@@ -106,7 +106,7 @@ class ShardPieces:
         """
         leaves = self._shard.leaves()
         arrays = [*self._shard.parameters.values(), *(leaf for _, leaf in leaves)]
-        # An optimizer may have put another array in the place of one.
+        # An optimizer may have replaced an array by another array.
         same = len(arrays) == len(self._made_for) and all(map(is_, arrays, self._made_for))
         if not same:
             self._made_for, self._views = arrays, {}
@@ -117,7 +117,7 @@ class ShardPieces:
             before[...] = leaf
 
     def update(self, number: int, gradients: Mapping[str, np.ndarray], weight: float = 1.0) -> None:
-        """Update one piece. The gradients have the keys of the shard."""
+        """Update one piece. `gradients` has the same keys as the parameters of the shard."""
         views = self.views(number)
         for _, before, scalar in self._before:
             scalar[...] = before
@@ -132,7 +132,7 @@ class ShardPieces:
         for (leaf, _, scalar), path in zip(self._before, self._scalars, strict=True):
             if isinstance(leaf, np.ndarray):
                 leaf[...] = scalar
-            else:  # the optimizer has put a number in the place of an array
+            else:  # the optimizer has replaced an array by a number
                 where = self._shard.state
                 for key in path[:-1]:
                     where = where[key]
@@ -195,8 +195,9 @@ class StreamedUpdate:
     Parameters
     ----------
     sends : PieceSends
-        They read from the memory of the parameters, which must not change before all are sent. The
-        wait is short: the workers have received these answers before they push again.
+        The sends of the answers. They read the memory of the parameters, which must not change
+        before they are complete. This takes little time, because the workers have received these
+        answers before they push again.
     shard : ServerShard
     pieces : ShardPieces
     pushes : sequence of (share, PushStream or parts)
@@ -226,8 +227,9 @@ class StreamedUpdate:
         live = [(share, push) for share, push in pushes if share]
         self.updates = bool(live)
         whole = [(share, push) for share, push in live if not isinstance(push, PushStream)]
-        if live and len(whole) == len(live):  # only workers without samples push in pieces
-            # Their update may leave out rows that no push names, so it is made at once, as usual.
+        # If only workers without samples push in pieces, the update is made at once, as usual,
+        # because it may leave out rows that no push names.
+        if live and len(whole) == len(live):
             if (merged := shard.merge(whole)) is not None:
                 shard.update(*merged)
             live = []
@@ -259,13 +261,14 @@ class StreamedUpdate:
             keys = zip(parameters, piece.spans, strict=True)
             gradients = {key: self._gradient(number, *span) for key, span in keys}
             self._all.update(number, gradients, self._weight)
-        # The receives of later pieces are posted before the answers, which let workers send them.
+        # The receives of later pieces are posted before the answers are sent, because an answer
+        # allows a worker to send a later piece.
         for stream in self._streams:
             stream.use()
         self._all.answer(number, self._ranks, self._sends)
 
     def _gradient(self, number: int, tensor: int, start: int, stop: int, at: int) -> np.ndarray:
-        """Return the weighted mean of the gradients of one span, with the bits of `merge`."""
+        """Return the weighted mean of the gradients of one span, with the same bits as `merge`."""
         dtype = self._shard.layout.tensors[tensor].dtype
         room = slice(at, at + (stop - start) * dtype.itemsize)
         share, push = self._pushes[0]
@@ -286,7 +289,7 @@ class StreamedUpdate:
 
 
 class ScaledPush:
-    """A push that came in one message. `add` adds a part of it, times its share, to a sum."""
+    """A push that came in one message, of which `add` adds a part, times its share, to a sum."""
 
     def __init__(self, shard: ServerShard, share: float, parts: Parts):
         self._found: dict[int, tuple[np.ndarray | None, np.ndarray]] = {}
@@ -302,7 +305,7 @@ class ScaledPush:
             self._found[tensor] = rows, values
 
     def add(self, tensor: int, first: int, total: np.ndarray) -> None:
-        """Add what the push has of a tensor from element `first` of the shard on."""
+        """Add the push's part of a tensor, from element `first` of the shard on, to `total`."""
         if tensor not in self._found:
             return
         rows, values = self._found[tensor]
@@ -314,5 +317,5 @@ class ScaledPush:
         low, high = np.searchsorted(rows, (first // width, -(-stop // width)))
         place = rows[low:high, np.newaxis] * width + np.arange(-first, width - first)
         here = (place >= 0) & (place < total.size)
-        # As in `merge`, a row that is given twice is added twice, and not its sum once.
+        # As in `merge`, the values of a row that occurs twice are added one after another.
         np.add.at(total, place[here], values[low:high][here])

@@ -1,7 +1,8 @@
-"""Find out whether an optimizer updates one piece after the other as it updates a whole model.
+"""Find out whether an optimizer gives the same result if a model is updated piece by piece.
 
-A user's optimizer may count its updates in an attribute, or add to its state in the first update.
-Then updates in pieces would have other results, so its gradients travel in whole messages.
+A user's optimizer may count its updates in an attribute, or add arrays to its state in the first
+update. Then updates in pieces would have other results, so its gradients are sent in whole
+messages.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _UPDATES = 3
 
 
 def has_the_same_bits(optimizer) -> bool:
-    """Whether copies of an optimizer update a small model alike, as a whole and in pieces."""
+    """Return whether an optimizer updates a small model equally as a whole and in pieces."""
     if not updates_in_pieces(optimizer):
         return False
     try:

@@ -1,28 +1,29 @@
-"""Cut what one server holds into pieces of a message, and say which pieces may be on the way.
+"""Cut the part of a model on one server into pieces, and decide how many may be on the way.
 
 ::
 
     shard of a server    | a: 300 KiB            | b: 2 KiB | c: 1 KiB | d: 200 KiB   |
     pieces               | a 128 | a 128 | a 44  | b and c             | d 128 | d 72 |
 
-A piece is at most `PIECE_BYTES` long, and longer within a node. A long tensor has pieces of its
-own, which are sent from where they lie; short tensors share a piece. Each piece is a range of bytes
-of the data of a whole message (see `routing.WholeShard`), so pieces may also be received into one.
-Worker and server cut the same layout, so no message needs to name the parts of a piece.
+A piece has at most `PIECE_BYTES` bytes between nodes, and `NODE_PIECE_BYTES` within a node. A long
+tensor has pieces of its own, which are sent without a copy; short tensors share a piece. Each piece
+is a range of bytes of the data of a whole message (see `routing.WholeShard`), so pieces may also be
+received into a buffer for a whole message. Worker and server cut the same layout, so no message
+needs to name the parts of a piece.
 
-Where a server updates and answers each piece at once, piece k + `WINDOW` of a push is sent only
-when piece k is answered. Without this limit pieces would not save time: the answers, or MPI's own
-control messages for them, would queue behind pieces that MPI has already accepted. The server posts
-the receives of `WINDOW` pieces of each worker ahead, and uses the memory of piece k again for piece
-k + `WINDOW`. A deadlock is impossible: the lowest piece that is not answered is always being sent,
-and its answer waits only for the same piece of the other workers.
+In modes in which a server answers each piece as soon as it has updated it, piece k + `WINDOW` of a
+push is sent only when piece k is answered. Without this limit, pieces would not save time: the
+answers, or MPI's own control messages for them, would wait behind pieces that MPI has already
+accepted. The server posts the receives of `WINDOW` pieces of each worker in advance, and uses the
+memory of piece k again for piece k + `WINDOW`. A deadlock is impossible: the first unanswered piece
+is always being sent, and its answer waits only for the same piece of the other workers.
 
-In the other modes, a server takes the whole push before it reports it to the model's gate. Then
+In the other modes, a server receives the whole push before it reports it to the model's gate. Then
 piece k + `WINDOW` is sent when MPI has sent piece k. A worker sends its pushes to one server after
-the other: while it sends to the second server, the first one already answers. Worker number w
-begins with server number w, so that each server always has about as much to receive. A deadlock is
-impossible: a push that has begun to arrive waits only for the worker that sends it, and this worker
-sends nothing else before the push is with MPI.
+another: while it sends to the second server, the first server already answers. Worker number w
+begins with server number w, so that at any time all servers have about the same amount to receive.
+A deadlock is impossible: a push that has begun to arrive waits only for the worker that sends it,
+and this worker sends nothing else before MPI has taken the whole push.
 
 This module uses no MPI.
 """
@@ -34,16 +35,16 @@ from typing import NamedTuple
 
 from ..layout.placement import ServerLayout
 
-#: The most bytes of a piece, between nodes and within one, and how many pieces of a worker may be
-#: on the way to one server. Tests lower these numbers. Within a node no wire is shared, and fewer
-#: and longer pieces cost less time.
+#: The largest number of bytes of a piece, between nodes and within a node; and how many pieces of a
+#: worker may be on the way to one server. Tests lower these numbers. Within a node the ranks share
+#: no network link, and fewer and longer pieces take less time.
 PIECE_BYTES, NODE_PIECE_BYTES, WINDOW = 128 << 10, 1 << 20, 4
 
 _ALIGN = 8
 
 
 class PieceSpan(NamedTuple):
-    """Elements ``start:stop`` of a flattened tensor, which begin at byte `at` of a piece."""
+    """The elements ``start:stop`` of a flattened tensor. They begin at byte `at` of a piece."""
 
     tensor: int
     start: int
@@ -68,14 +69,14 @@ class WirePiece(NamedTuple):
 
 
 def piece_limit(hosts: Collection[str], nbytes: int) -> int:
-    """Return the most bytes of a piece for a group on these hosts, with `nbytes` on a server."""
+    """Return the largest size of a piece for a group on these hosts, with `nbytes` on a server."""
     if len(hosts) > 1:
         return PIECE_BYTES
     return min(NODE_PIECE_BYTES, max(2 * PIECE_BYTES, nbytes // 8))
 
 
 def cut_shard(layout: ServerLayout, server: int, limit: int) -> list[WirePiece]:
-    """Return the pieces of all that `server` holds, of at most `limit` bytes (rounded to 8)."""
+    """Return the pieces of the part on `server`, each of at most `limit` bytes (rounded to 8)."""
     limit = max(_ALIGN, limit // _ALIGN * _ALIGN)
     found: list[WirePiece] = []
     spans: list[PieceSpan] = []
@@ -106,8 +107,9 @@ def cut_shard(layout: ServerLayout, server: int, limit: int) -> list[WirePiece]:
 
 
 def allowed(pieces: int, begun: int, done: int) -> range:
-    """Return the numbers of the pieces to send, or to receive, now.
+    """Return the numbers of the pieces that may begin to be sent or received now.
 
-    `begun` of all `pieces` are begun already, and the first `done` of them are answered, or used.
+    Of all `pieces`, the first `begun` pieces have begun, and the first `done` pieces are answered
+    (or used).
     """
     return range(begun, min(pieces, done + WINDOW))

@@ -183,7 +183,7 @@ class CarriedServers(Carried):
         # If no server is left, the last rank becomes one.
         self._servers = [rank for rank in self._servers if rank in ranks] or [ranks[-1]]
         if self._placement == "dedicated" and {*ranks} <= {*self._servers}:
-            raise RankFailure("all workers died; a run with parameter servers needs a worker")
+            raise RankFailure("all workers died; a run with parameter servers needs one")
 
     def bring_up_to_date(self, comm, step: int) -> int:
         """Decide with the living ranks how the run goes on; return the newest step. Collective.

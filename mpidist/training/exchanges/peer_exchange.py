@@ -193,9 +193,10 @@ class Peers(WholeModel):
 
         `rounds` is the number of rounds of a rank. `messages` is the number of messages that all
         ranks have sent, and `skipped` the number of messages that were left out because a peer was
-        slow. `oldest` is the largest number of rounds by which a model was late. `apart` is the
-        distance of the models from their mean before the last average over all ranks, divided by
-        the norm of the mean; it is None if it is not finite, because JSON has no such number.
+        slow. `oldest` is the largest number of rounds by which a model was late. `apart` says how
+        far apart the models were before the last average over all ranks: the distance of the models
+        from their mean, divided by the norm of the mean. `apart` is None if this number is not
+        finite, because JSON has only finite numbers.
         """
         mine = self.messages
         found = self.rounds, mine.sent, mine.skipped, mine.oldest

@@ -378,8 +378,8 @@ class Agreement:
 
     A worker that wants to stop sends a message to all others. Each worker then proposes a clock
     that it has not passed yet: its own clock plus some slack. A nonblocking allreduce computes the
-    maximum of the proposals, and each worker continues meanwhile, at most to the clock that it has
-    proposed. All workers stop after the largest proposed clock. A worker waits if it reaches its
+    maximum of the proposals. In the meantime each worker continues, at most to its own proposed
+    clock. All workers stop after the largest proposed clock. A worker waits if it reaches its
     own proposed clock before the maximum is known. Waiting for the maximum cannot deadlock, because
     each worker checks for messages (`listen`) after every step and in every wait. A worker that has
     finished its last step proposes a clock after this step, so all workers then do all their steps.
