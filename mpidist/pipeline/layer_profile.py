@@ -227,5 +227,5 @@ def _in_order(names: list[str], pairs: list[tuple[str, str]], source: str) -> li
                 ready.append(other)
     if len(order) < len(names):
         stuck = next(name for name in names if feeders[name])
-        raise ConfigError(f"{source}: a cycle of edges contains or feeds node {stuck}")
+        raise ConfigError(f"{source}: the edges form a cycle, which contains or feeds node {stuck}")
     return order
