@@ -71,7 +71,10 @@ def open_untrusted(path, folder: int | None = None, *, follow: bool = False) -> 
         Whether `path` itself may be a symbolic link, as is useful for a path that the user has
         given.
 
-    Raises ConfigError if `path` is not a regular file, or not an HDF5 file.
+    Raises
+    ------
+    ConfigError
+        `path` is not a regular file, or not an HDF5 file.
     """
     _report_holes()
     try:
@@ -109,8 +112,10 @@ def checked_dataset(file: h5py.File, name: str, *, plugins: bool = False) -> h5p
         Whether filters of the package hdf5plugin, if installed, may decompress the dataset. Pass
         True only for a file that the user of the program has chosen.
 
-    Raises ConfigError if some numbers of the dataset are in another file, or if a filter of the
-    dataset is missing.
+    Raises
+    ------
+    ConfigError
+        Some numbers of the dataset are in another file, or a filter of the dataset is missing.
     """
     try:
         found = _walk(file, name)

@@ -49,7 +49,7 @@ class StepFacts:
         Bytes that a rank may use; None if they are not known.
     slowest
         In each step one rank takes this many times as long as usual; in each step it is another
-    rank.
+        rank.
     """
 
     parameters: int

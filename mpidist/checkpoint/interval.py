@@ -60,17 +60,17 @@ def seconds_of(text: str) -> float | None:
 class SaveInterval:
     """Chooses which steps of a training loop to save. Only the method `saved` is collective.
 
+    If `every` is a time or "auto", all ranks agree after each save on how many steps fit into the
+    interval. To compute the number of steps between two saves, the ranks use the mean time of a
+    step since the previous save, on the slowest rank. Because all ranks agree, they save at the
+    same step. If each rank decided by its own clock, the ranks could save at different steps.
+
     Parameters
     ----------
     every : int or str
         A number of steps, or a time such as "10m", or "auto": the interval at which saves and
         failures together cost the least time. "auto" assumes one failure of the job a day on
         average, and "auto 6h" one failure every six hours.
-
-    If `every` is a time or "auto", all ranks agree after each save on how many steps fit into the
-    interval. To compute the number of steps between two saves, the ranks use the mean time of a
-    step since the previous save, on the slowest rank. Because all ranks agree, they save at the
-    same step. If each rank decided by its own clock, the ranks could save at different steps.
     """
 
     def __init__(self, every: int | str):

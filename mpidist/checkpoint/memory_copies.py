@@ -50,7 +50,7 @@ def open_with_copies(
     ------
     ConfigError
         On all ranks, if the folder belongs to another user of the node, or if other users may read
-    it.
+        the folder.
     """
     run_on_all(comm, "copies in memory", lambda: make_private(folder))
     return _CopiesStore(comm, path, keep, local=folder, local_keep=COPIES - 1, fresh=fresh)

@@ -38,8 +38,9 @@ class LRUCache:
     Parameters
     ----------
     make : callable
-        A function; ``make(key)`` returns the value of a key. most : int dispose : callable,
-    optional
+        A function; ``make(key)`` returns the value of a key.
+    most : int
+    dispose : callable, optional
         Called with each value that is dropped.
     """
 

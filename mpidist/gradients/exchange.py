@@ -61,16 +61,17 @@ class Gradients:
     algorithm : str
         As for `md.allreduce`.
     bucket_bytes : int or "auto"
-        The size of a bucket, the gradients that are sent together, in bytes. overlap : bool
-        Whether to exchange gradients between nodes while the backward pass still runs. progress :
-    "hooks" or "thread"
+        The size of a bucket, the gradients that are sent together, in bytes.
+    overlap : bool
+        Whether to exchange gradients between nodes while the backward pass still runs.
+    progress : "hooks" or "thread"
         What makes progress for the buckets that are being sent: with "hooks" every call of `ready`,
         with "thread" a thread (``progress_thread.py`` describes the restrictions of a thread).
     order : sequence of str, optional
         Names in the order of backward, if this order is known from an earlier run.
     ranks_per_node : int, optional
-        For tests: treat every group of this many ranks as a node, as in `Topology`. uses : mapping
-    of name -> int, optional
+        For tests: treat every group of this many ranks as a node, as in `Topology`.
+    uses : mapping of name -> int, optional
         For a tensor that the model uses several times (tied weights): how many times `ready` is
         called for the tensor in a step. The gradient of the tensor is final after the last of these
         calls. For all other tensors the number is 1.

@@ -77,7 +77,8 @@ class Started:
     sweep : bool
         Mark all descendants. When the command has ended, kill all descendants that still run.
         `sweep` must be false for ``sbatch``, because its jobs inherit its environment and continue
-    after ``sbatch`` has ended. session : bool
+        after ``sbatch`` has ended.
+    session : bool
         Call `remove_session` with the pid of the command. `session` must be false in a private
         process namespace, where a running launcher may have the same pid.
     """

@@ -102,8 +102,8 @@ class Membership:
     base : MPI.Intracomm
         A communicator of the living ranks, which this object owns.
     names : sequence of str
-        The name of each rank of `base` in error texts, such as ``rank 3 of 8 on n2``. places :
-    sequence of (int, str)
+        The name of each rank of `base` in error texts, such as ``rank 3 of 8 on n2``.
+    places : sequence of (int, str)
         The node of each rank: its number and its host.
     identity : int
         The number of the context of `comm`, equal on all ranks.

@@ -45,8 +45,11 @@ class HDF5:
     cache : int
         How many bytes of chunks are cached at most.
 
-    Raises ConfigError if the file or a dataset is missing, or if a dataset is not plain numbers
-    inside the file itself (see ``untrusted_hdf5.py``).
+    Raises
+    ------
+    ConfigError
+        The file or a dataset is missing, or a dataset is not plain numbers inside the file itself
+        (see ``untrusted_hdf5.py``).
     """
 
     reads = True

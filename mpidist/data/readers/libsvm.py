@@ -66,15 +66,22 @@ class LibSVM:
     ----------
     labels : array (n,)
         The label of each record, NaN for a bad record. With `multilabel`, the array has the labels
-    of all records one after the other. label_starts : array (n + 1,)
+        of all records one after the other.
+    label_starts : array (n + 1,)
         The labels of record k are ``labels[label_starts[k]:label_starts[k + 1]]``, in ascending
-    order. starts, columns, values : arrays
+        order.
+    starts, columns, values : arrays
         The columns of record k are ``columns[starts[k]:starts[k + 1]]``, in ascending order, and
-    its values are the same part of `values`. queries : array (n,) of int64, with `query_id`
+        its values are the same part of `values`.
+    queries : array (n,) of int64
+        The query number of each record, if `query_id` is True.
     zero_based : bool
         Whether the file counts columns from 0, as the caller said or as "auto" found.
 
-    Raises ConfigError if the file cannot be read or decompressed to its end.
+    Raises
+    ------
+    ConfigError
+        The file cannot be read or decompressed to its end.
     """
 
     def __init__(

@@ -80,8 +80,11 @@ class TFRecords:
         The files, in the order in which their records are numbered. Each file may be plain, or
         compressed by gzip or zlib.
 
-    Raises ConfigError if a file is missing, or if the length of a record or the compressed data are
-    damaged, because the beginning of the next record is unknown after such damage.
+    Raises
+    ------
+    ConfigError
+        A file is missing, or the length of a record or the compressed data are damaged. (After such
+        damage the beginning of the next record is unknown.)
     """
 
     def __init__(self, paths: str | os.PathLike | Sequence):

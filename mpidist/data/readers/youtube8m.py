@@ -74,14 +74,17 @@ class Videos:
 
 
 class YouTube8M(Videos):
-    """Samples of video-level files: features as float32, and entities as uint8 of 0 and 1.
+    """Samples of files with features of whole videos.
+
+    The features of a sample are float32 numbers. The label of a sample has a uint8 number for each
+    entity (topic): 1 if the video has this entity, otherwise 0.
 
     Parameters
     ----------
     paths : path-like, or sequence of path-like
     classes : int
-        Number of entities. A record with a label of `classes` or more is bad. features : mapping of
-    name -> length
+        Number of entities (topics). A record with a label of `classes` or more is bad.
+    features : mapping of name -> length
         Names and lengths of the float features of a sample, in order.
     """
 

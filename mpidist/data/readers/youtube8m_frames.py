@@ -39,8 +39,8 @@ class YouTube8MFrames(Videos):
         zeros. The second array of a sample has the number of frames that are not padding. The data
         set has one frame per second of video, and at most 300 frames of a video.
     classes : int
-        Number of entities. A record with a label of `classes` or more is bad. features : mapping of
-    name -> bytes
+        Number of entities (topics). A record with a label of `classes` or more is bad.
+    features : mapping of name -> bytes
         Names of the feature lists of a frame, in order, and the bytes of each in one frame.
     """
 

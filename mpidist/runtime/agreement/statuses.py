@@ -159,7 +159,7 @@ class Statuses:
     def fail(self, text: str, state: int = mismatch.VERDICT) -> None:
         """Mark the communicator as failed, send `text` to all ranks, and raise MismatchError.
 
-        The state ``BROKEN`` tells the receivers that another rank has raised an exception, and
+        The state ``BROKEN`` tells the receivers that another rank has raised an exception. That rank
         knows the cause.
         """
         ulfm.expect_death()  # perhaps the ranks differ because a rank has died

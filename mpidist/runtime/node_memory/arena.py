@@ -56,7 +56,8 @@ class Segment:
     comm : mpi4py.MPI.Comm
     nbytes : int, or sequence of int
         One number of bytes for every rank, or a sequence with a number for each rank. Equal on all
-    ranks. wait : callable
+        ranks.
+    wait : callable
         A function that waits until a test returns true, such as ``context.wait``.
 
     Attributes
@@ -177,7 +178,8 @@ class Arena(Mapping):
     ----------
     flat : numpy.ndarray
         The vector with all tensors of this rank. Raises ConfigError if the tensors have several
-    dtypes. vectors : list of numpy.ndarray
+        dtypes.
+    vectors : list of numpy.ndarray
         The vectors of this rank, one per dtype, in the order in which the dtypes first appear.
     slots : list of list of numpy.ndarray
         ``slots[k][r]`` is the array ``vectors[k]`` of the rank with local rank r on this node.

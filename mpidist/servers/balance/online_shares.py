@@ -46,8 +46,8 @@ class OnlineShares:
     ) -> None:
         """Give the servers other shares of all models. Collective over the workers.
 
-        The workers call `repartition` between two clocks, all at the same place of their programs,
-        as `pause`; dedicated servers take part from `serve`, without `on_pause`. Parameters,
+        As with `pause`, all workers call `repartition` at the same place of their programs, between
+        two clocks. Dedicated servers take part inside `serve`, and need no `on_pause`. Parameters,
         optimizer state and counts of updates move to their new servers, and every client uses the
         new layout from then on. The values keep their bits. Only elements that change owner are
         sent, from the old server to the new one, and a server needs memory for one more array (a

@@ -41,7 +41,7 @@ class BusySince(NamedTuple):
 
 @dataclass(frozen=True)
 class Rebalance:
-    """When, and how far, the shares of servers follow their measured busy seconds.
+    """When and how far mpidist changes the shares of servers according to their busy seconds.
 
     Parameters
     ----------

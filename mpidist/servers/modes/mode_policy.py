@@ -29,7 +29,7 @@ class ModeSteps:
 
 
 def mode_policy(given, first: Consistency) -> ModePolicy | None:
-    """Return the policy for None, a mapping of step to mode, pairs of these, or a function.
+    """Return the policy that the setting `changes` describes.
 
     `first` is the mode of the first step of a run. Raises ConfigError if the mode cannot be changed
     in this way.
