@@ -39,6 +39,10 @@ PIECE = 1 << 16
 class Optimizer:
     """A named pair of functions, `init` and `update`, which do not communicate.
 
+    `update` may have an attribute ``bind``. ``bind(gradients, state, parameters)`` then returns a
+    function of `weight`, which updates the given arrays without looking them up again. ``bind``
+    returns None if this would save no time. Both ways give the same bits.
+
     Attributes
     ----------
     name : str
@@ -69,10 +73,6 @@ class Optimizer:
         rows.
     inner : Optimizer or None
         The optimizer that gets the gradients after they are clipped, see `clipped`.
-
-    `update` may have an attribute ``bind``. ``bind(gradients, state, parameters)`` then returns a
-    function of `weight`, which updates the given arrays without looking them up again. ``bind``
-    returns None if this would save no time. It has the same bits.
     """
 
     name: str

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import itertools
 import re
 import tomllib
 from dataclasses import fields
@@ -168,3 +169,31 @@ def test_keys_of_examples_are_known(reference):
         given |= set(re.findall(r"--set ([a-z_.]+)=", text))
     assert given - known == set()
     assert set(reference.CHOICES) <= {key.partition(".")[0] for key in given}
+
+
+def stray_lines(text):
+    """Lines of a docstring that should be indented, because they name no parameter or error."""
+    section = ""
+    for line, following in itertools.pairwise([*text.split("\n"), ""]):
+        if re.fullmatch(r"-{4,}", following):
+            section = line
+        elif line[:1] in ("", " ", "-"):
+            continue
+        elif section in ("Parameters", "Attributes"):
+            if not re.fullmatch(r"\*{0,2}\w+(, \*{0,2}\w+)*( : .+)?", line):
+                yield line
+        elif section == "Raises" and not re.fullmatch(r"[A-Z]\w+(, [A-Z]\w+)*", line):
+            yield line
+
+
+def test_each_parameter_begins_a_line():
+    """A tool that wraps lines must not join ``name : type`` with the line before."""
+    assert [*stray_lines("A\n\nParameters\n----------\nx : int\n    One.\nmore. y : int")]
+    wrong = [
+        (str(path.relative_to(ROOT)), line)
+        for path in sorted((ROOT / "mpidist").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        for line in stray_lines(ast.get_docstring(node) or "")
+    ]
+    assert wrong == []
