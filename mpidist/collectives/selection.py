@@ -110,7 +110,7 @@ def _chosen(context: Context) -> dict[str, dict]:
 
 
 def candidates(context: Context) -> tuple[str, ...]:
-    """Return the algorithms worth measuring on the nodes of these ranks. Collective on first use.
+    """Return the algorithms worth measuring on these nodes. The first call is collective.
 
     If all ranks are on one node, mpidist's algorithms that send messages are left out, because
     shared memory is faster. If each rank is alone on its node, algorithms that need shared memory
@@ -165,7 +165,7 @@ def choose(context: Context, signature: Signature, reduction: Reduction, shape, 
 
 
 def remembered(comm: MPI.Comm) -> selection_cache.Remembered:
-    """Return this communicator's file of choices, which only rank 0 uses. Collective on first use.
+    """Return the communicator's file of choices, which rank 0 uses. The first call is collective.
 
     On the first call, rank 0 reads the file, and the choices in the file are put into the tables of
     all ranks.

@@ -1,4 +1,4 @@
-"""How an activation (the output of a layer) travels between stages: as bytes, shape and strides.
+"""How an activation (output of a layer) is sent between stages: as bytes, shape and strides.
 
     buffer, shape, strides = to_wire(y)      # send buffer, which is one-dimensional, without a copy
     y = from_wire(buffer, shape, strides)    # what arrived, without a copy

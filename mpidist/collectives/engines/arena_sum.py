@@ -20,7 +20,7 @@ SMALL_BYTES = 8 << 10
 def plans_of(context: Context, arena: Arena, op, algorithm: str) -> list[AllreducePlan]:
     """Return a plan (a prepared allreduce) for each vector of `arena`.
 
-    Collective on first use, which makes the plans.
+    The first call for an arena makes the plans, and is collective.
 
     The label of the arena is part of each operation's signature, the description that all ranks
     compare. If some ranks reduce one arena and others reduce another arena or an array, all ranks

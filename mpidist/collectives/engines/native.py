@@ -268,7 +268,7 @@ class Handshake:
 
 
 def handshake(context: Context) -> Handshake:
-    """Return the handshake of a communicator. Collective on first use, which creates it."""
+    """Return the handshake of a communicator. The first call, which makes it, is collective."""
     if "handshake" not in context.store:
         context.store["handshake"] = Handshake(context)
     return context.store["handshake"]

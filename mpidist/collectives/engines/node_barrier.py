@@ -228,7 +228,7 @@ class NodeMemory:
 
 
 def memory_of(context: Context, ranks_per_node: int | None = None) -> NodeMemory:
-    """Return the node memory of a communicator. Collective on first use, which allocates it."""
+    """Return the node memory of a communicator. The first call allocates it, and is collective."""
     if "node" not in context.store:
         context.store["node"] = NodeMemory(context, ranks_per_node)
     return context.store["node"]

@@ -309,7 +309,7 @@ class PieceSum:
         self._next = self.mine.start
 
     def _message_plan(self, length: int) -> CachedPlan:
-        """Return the plan of the sum by messages. Collective on first use."""
+        """Return the plan of the sum by messages. The first call is collective."""
 
         def steps(size: int, rank: int, _length: int, itemsize: int):
             count = algorithms.segments(self.n * itemsize, size)

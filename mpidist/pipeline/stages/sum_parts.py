@@ -123,7 +123,7 @@ class SumQueue:
 
 
 def is_sent(comm) -> bool:
-    """Return whether sums over `comm` need messages between hosts. Collective on first use."""
+    """Return whether sums over `comm` need messages between hosts. The first call is collective."""
     return comm.size > 1 and topology_of(comm, faked_nodes(comm)).nodes > 1
 
 

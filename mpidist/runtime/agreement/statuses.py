@@ -15,7 +15,7 @@ least one rank sees the conflict. A rank that is only late is never reported as 
 status agrees with the statuses of the other ranks as soon as it begins the operation. Once a
 second, a waiting rank also sends its status to log2 p ranks (of p in all) that are not its
 neighbours, because one of these ranks may have left. No function of this module blocks. Statuses
-travel on the communicator `Context.control`.
+are sent on the communicator `Context.control`.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class ClientRequests:
         """Send one message with flags, the data to push, and a list of the parts to pull.
 
         `pull` is None for all that the server holds. `pushes` or `pull` are PIECES or STREAM if the
-        data travel in pieces of their own, or are in shared memory; `pushes` is an array of the
+        data are sent in pieces of their own, or are in shared memory; `pushes` is an array of the
         addresses of gradients that the server reads in the memory of this rank. The message belongs
         to the clock `ahead` of this one.
 

@@ -31,7 +31,7 @@ ANSWERED = 0
 
 
 class MailExchange(BoundExchange):
-    """The messages to one server of this host and back.
+    """Exchanges small messages with one server of this host.
 
     `door` has the lines of counters, and `pair` has the memory of the messages.
     """

@@ -150,7 +150,7 @@ class NodeShare:
         return worker in self._node.workers and server in self._node.servers
 
     def transport(self, rank: int, whole_pushes: str, stale: str) -> str:
-        """Return how the data of this model travel between `rank` and others, see `Transport`."""
+        """Return how the data of this model are sent between `rank` and others, see `Transport`."""
         text, here = "shared memory", self._node
         peers = [*(here.servers if rank in here.workers else ())]
         peers += here.workers if rank in here.servers else ()
@@ -228,10 +228,10 @@ class NodeShare:
 
 
 class Transport(NamedTuple):
-    """How the data of one model travel, for the report of one rank.
+    """How the data of one model are sent, for the report of one rank.
 
-    `whole_pushes` says why servers wait for whole pushes in each mode, and `stale` why they do
-    outside BSP; empty if they need not.
+    `whole_pushes` says why servers wait for whole pushes in every mode, and `stale` why servers
+    wait for whole pushes outside BSP. A text is empty if servers need not wait.
     """
 
     text: str
@@ -239,7 +239,7 @@ class Transport(NamedTuple):
     stale: str
 
     def anew(self, rank: int, share: NodeShare | None, why: str) -> Transport:
-        """Return the same for other shared memory, or for none and the reason."""
+        """Return the transport with other shared memory, or without it for the reason `why`."""
         text = f"messages: {why}"
         if share is not None:
             text = share.transport(rank, self.whole_pushes, self.stale)
@@ -261,7 +261,7 @@ class _Plan:
 
 
 def _cross_memory(topology: Topology, wait: Callable) -> tuple[CrossMemory | None, str]:
-    """Return copies between the ranks of this host, or None and the reason. Collective over it."""
+    """Return a `CrossMemory` of this host, or None and the reason. Collective over the host."""
     try:
         return CrossMemory(topology.intra_comm, wait), ""
     except ConfigError as error:

@@ -11,8 +11,9 @@ updated. No piece is sent: the server reads gradients in the ring. In the other 
 where they are, see `memory_push`. The worker copies new parameters from the memory in which the
 server updates them. Both count the pieces that are ready to be copied, and those that are copied.
 
-The server begins the next update when all workers have copied what they may, so a worker always
-gets parameters of one version. If a worker does not go on, the server waits no longer: it copies
+The server begins the next update when all workers have copied the pieces that they may copy, so a
+worker always gets parameters of one version. If a worker copies nothing for a while, the server
+waits no longer: it copies
 the rest of this version, says in its line from which piece on, and sends these pieces. The worker
 looks at that line after each piece: if the server began an update meanwhile, the line says so, and
 the worker takes the piece from the message.
@@ -83,7 +84,7 @@ class NodeReaders:
         self._left, self._since = 0, 0.0  # pieces to be copied, at the newest look
 
     def add(self, rank: int, pair: NodePair, allowed: int, ready: int) -> None:
-        """Let a worker copy so many pieces, of which some are ready; others follow.
+        """Let a worker copy a number of pieces, some of which are ready; the others follow.
 
         The worker has all of the version before, because it makes one call at a time.
         """
@@ -93,9 +94,9 @@ class NodeReaders:
         pair.answered[READY] += ready
 
     def leave_memory(self, link: Link, pulls: PullStreams) -> bool:
-        """Whether an update may begin now: no worker copies, or what it lacks is sent by `pulls`.
+        """Whether an update may begin now: no worker copies, or `pulls` sends the pieces it lacks.
 
-        The caller keeps what is not sent yet of this version, see `PullStreams.keep`.
+        The caller keeps the parts of this version that are not sent yet, see `PullStreams.keep`.
         """
         left = {
             rank: pair.answered[ALLOWED] - pair.rung[COPIED]
