@@ -2,11 +2,13 @@
 
     PYTHONPATH=tests python -m benchmarks.pipeline_overlap net
     PYTHONPATH=tests mpirun -n 2 python -m benchmarks.pipeline_overlap sums
+    PYTHONPATH=tests mpirun -n 2 python -m benchmarks.pipeline_overlap parts
     PYTHONPATH=tests mpirun -n 4 python -m benchmarks.pipeline_overlap pipedream
 
 The layers sleep, so the ranks may share cores. In `sums`, two replicas of a stage are as on two
 hosts: they send their sums in messages. `net` (as root) runs `sums` on two hosts with 1 Gbit/s
-between them. Both ways take turns; the figures are medians over rounds, of the slowest rank.
+between them. `parts` sums 4 MiB in parts of several sizes, and prints the fastest times. In the
+others, both ways take turns; the figures are medians over rounds, of the slowest rank.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from onebox.network import shaped_network
 import mpidist as md
 from benchmarks.pipeline import ACTIVATION, FORWARD, MICROBATCHES, SleepingLayer, SleepingModel
 from mpidist.collectives.engines.node_barrier import memory_of
+from mpidist.collectives.engines.piecewise import PieceSum
 from mpidist.pipeline.stages import stage_chunk, sum_parts
 from mpidist.runtime.context import of
 
@@ -78,6 +81,36 @@ def sums(comm, rounds: int) -> None:
         stage.close()
 
 
+def parts(comm, rounds: int) -> None:
+    """Print the fastest time of a sum for each MiB, by the bytes of the parts that are sent."""
+    memory_of(of(comm), 1)  # as on hosts of their own
+    ways: dict[int, list[PieceSum]] = {}
+    for size in (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22):
+        several = min((1 << 22) // size, 64)
+        ways[size] = [PieceSum(comm, size // 4, "f4", comm.size) for _ in range(several)]
+        for one in ways[size]:
+            one.prepare()
+    fastest: dict[int, float] = {}
+    for _ in range(rounds + 1):
+        for size, several in ways.items():
+            vector = np.ones(size // 4, "f4")
+            comm.Barrier()
+            start = time.perf_counter()
+            for one in several:
+                for _ in one.mine:
+                    one.add(vector)
+                one.begin()
+                one.test()
+            for one in several:
+                one.finish(vector)
+            seconds = (time.perf_counter() - start) / len(several) / size * (1 << 20)
+            fastest[size] = min(fastest.get(size, seconds), seconds)
+    for size, seconds in fastest.items():
+        slowest = comm.allreduce(seconds, MPI.MAX)
+        if comm.rank == 0:
+            print(f"parts of {size >> 10} KiB: {slowest * 1e3:.1f} ms for each MiB")
+
+
 def pipedream(comm, rounds: int) -> None:
     """Compare steps that empty the pipeline at their end with steps that do not."""
     p, m = comm.size, MICROBATCHES
@@ -106,7 +139,7 @@ def net(comm, rounds: int) -> None:
 
 
 def main() -> None:
-    what = {each.__name__: each for each in (net, sums, pipedream)}
+    what = {each.__name__: each for each in (net, sums, parts, pipedream)}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=what)
     parser.add_argument("--rounds", type=int, default=7)

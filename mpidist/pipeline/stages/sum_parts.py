@@ -21,7 +21,9 @@ from ...collectives.engines.piecewise import PieceSum
 from ...runtime.topology import topology_of
 from .piece_order import AnyOrderSum
 
-#: The smallest number of bytes of a part. Smaller parts would cost more time than they save.
+#: The smallest number of bytes of a part. `tests/benchmarks/pipeline_overlap.py` ("parts") measured
+#: the time of a sum of two ranks for each MiB, beside that with parts of 4 MiB: with parts of
+#: 256 KiB 0.9 to 1.4 times as long, with 64 KiB 1.6 to 3.1 times, with 16 KiB 4.3 to 7.4 times.
 LEAST = 1 << 18
 
 
