@@ -306,3 +306,19 @@ def test_pieces_in_any_order_have_the_same_sum(comm):
             adding.finish(out)
             assert out.tobytes() == expected.tobytes()
         sums.close()
+
+
+@pytest.mark.ranks(2)
+def test_gradients_are_written_into_the_memory_of_the_sum(comm, monkeypatch):
+    """Every second microbatch, in both halves of a backward pass too; an empty one is not."""
+    added = []
+    plain = PieceSum.add_row
+    monkeypatch.setattr(PieceSum, "add_row", lambda *given: (added.append(1), plain(*given)))
+    for schedule in ("1f1b", "zero_bubble"):
+        grid = plan_stages(8, cuts=[3], ranks=2, microbatches=5, schedule=schedule)
+        stage = md.Stage(comm, network("mlp"), grid)
+        for samples, expected in ((24, 2), (3, 2), (1, 1)):
+            added.clear()
+            stage.step(tuple(array[:samples] for array in batches("mlp")[0]))
+            assert len(added) == expected, (schedule, samples)
+        stage.close()
