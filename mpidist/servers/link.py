@@ -125,9 +125,8 @@ class Link:
 
     def __init__(self, context: Context, group: int):
         self.context, self.comm = context, context.control
-        self.tag = FIRST_TAG + TAGS * (group % GROUPS)
+        self.tag, self.turn = FIRST_TAG + TAGS * (group % GROUPS), [None]
         self.pool = MessagePool(keep=2 * self.comm.size + 4)
-        self.turn = [None]
         self.careful = self.one_thread = MPI.Query_thread() < MPI.THREAD_MULTIPLE
         self.failed: str | None = None
         self.heard = self.touched = self.moved = False
@@ -144,6 +143,7 @@ class Link:
         self.models: list = []
         self.doors: Any = None  # the first memory that this rank shares with others of its host
         self._pinned: list = []  # requests and buffers to keep if a wait fails
+        self.death: Any = None  # the RankFailure that has broken a call off, in an elastic run
 
     # -- one call at a time ------------------------------------------------------------------
 
@@ -164,8 +164,7 @@ class Link:
         A call that fails before its first message has changed nothing and may be repeated.
         """
         if self.touched and self.failed is None:
-            self.failed = f"{name} was broken off by {described(error)}"
-            self.careful = True
+            self.failed, self.careful = f"{name} was broken off by {described(error)}", True
             self.abandon(error)
 
     def abandon(self, error: BaseException) -> None:
@@ -174,6 +173,7 @@ class Link:
         After a death in an elastic program, no notice is sent, because all ranks notice the death.
         """
         if ulfm.current is not None and is_death(error):
+            self.death = rank_failure(error)
             keep_alive(self._sending, self.receiving, self._pinned)
             return
         self.context.leftovers = True
@@ -347,7 +347,8 @@ class Link:
         raise self._ended(self.failed)
 
     def _ended(self, text: str) -> MpidistError:
-        error = (MismatchError if self.context.failed else ProtocolError)(text)
+        died = None if self.context.closed else self.death  # after the repair, nobody has died
+        error = died or (MismatchError if self.context.failed else ProtocolError)(text)
         error.secondary = self.heard  # the failed rank itself prints its traceback
         self._mark(error)
         return error
