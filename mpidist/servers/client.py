@@ -112,9 +112,9 @@ class Client:
     def push(self, gradients: Mapping, *, samples: int | None = None) -> None:
         """Send the mean gradient over `samples` samples to the servers. Once per clock.
 
-        When the call returns, the caller may overwrite the gradients, although the servers may not
-        have received them yet. A large gradient is sent in pieces, of which a few are copied and on
-        the way at a time. So the call takes as long as the transfer, if the servers receive.
+        When the call returns, the caller may overwrite the gradients, even if the servers have not
+        received them yet. A large gradient is sent in pieces, and only copies of a few pieces are
+        on the way at the same time. So the call takes about as long as the transfer.
 
         Parameters
         ----------

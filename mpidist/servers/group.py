@@ -60,8 +60,8 @@ class ServerGroup(OnlineShares):
     placement : str or sequence of int
         "dedicated": a server rank only serves. "colocated": every rank works, and server ranks
         serve from inside the calls of their clients, so that a long computation between two calls
-        delays the other workers. A list has the server ranks that only serve; the other servers
-        work, too.
+        delays the other workers. A list contains the server ranks that only serve; the other
+        servers also work.
     checksums : bool
         Whether receivers check a CRC-32 of each message; see `pieces.checksums`.
 
@@ -235,7 +235,7 @@ class ServerGroup(OnlineShares):
             client.removed |= client.name == name
 
     def hosted(self, name: str) -> tuple[Server, Hosted] | None:
-        """Return this rank's server and its part of a model, or None; also after the group."""
+        """Return (server, its part of the model), None if no server; also after the group's end."""
         if self._server is None:
             return None
         return self._server, next(each for each in self._server.models if each.name == name)

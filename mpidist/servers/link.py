@@ -116,7 +116,7 @@ class Link:
     waits : dict
         The seconds waited for each kind of peer.
     checksums : Checksums or None
-        The checksums of messages, if the group wants them.
+        The checksums of messages, if the group uses checksums.
     models : list of Hosted
         The models on this server.
     trail : events.Trail
@@ -141,7 +141,7 @@ class Link:
         self.sent, self.taken = [0] * self.comm.size, [0] * self.comm.size
         self.checksums: Any = None
         self.models: list = []
-        self.doors: Any = None  # the first memory that this rank shares with others of its host
+        self.doors: Any = None  # the first model's memory that is shared with ranks of this host
         self._pinned: list = []  # requests and buffers to keep if a wait fails
         self.death: Any = None  # the RankFailure that has broken a call off, in an elastic run
 
@@ -183,9 +183,9 @@ class Link:
     # -- messages ------------------------------------------------------------------------------
 
     def send(self, buffer: np.ndarray, nbytes: int, dest: int, tag: int) -> deque:
-        """Send the first `nbytes` of a buffer, which `reap` then gives back to the pool.
+        """Send the first `nbytes` of a buffer, which `reap` later returns to the pool.
 
-        Returns the requests that are not completed, from which `reap` takes those that are.
+        Returns the requests that are not complete. `reap` removes completed requests from them.
         """
         self.touched = True
         requests: deque[MPI.Request] = deque()

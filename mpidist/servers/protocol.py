@@ -57,20 +57,20 @@ PIECES, STREAM, MEMORY = -2, -3, -4
 # server sends messages to itself.
 DECISION, TO_SERVER, TO_WORKER, NOTICE, VALUES, UP, DOWN, VOTE, COPY = 0, 1, 2, 3, 4, 5, 6, 7, 8
 PIECE_UP, PIECE_DOWN, SQUARES = 9, 10, 11
-#: The tag of the checksum of a piece, after that of the piece, see `checksums`.
+#: The tag of a piece's checksum is this number plus the tag of the piece, see `checksums`.
 SUMS = 3
 
 #: Flags between servers: an update for a copy has been received; and no more updates will come.
 ACKNOWLEDGE, NO_MORE = CLOCK, BYE
 
 # Groups share the control communicator of their context, and each group has its own tags there.
-# MPI guarantees tags up to 32,767 only, so tags are used again after `GROUPS` groups.
+# MPI only guarantees tags up to 32,767, so tags are used again after `GROUPS` groups.
 FIRST_TAG, TAGS, GROUPS = 16_384, 14, 1_170
 
 # The magic number, the format, the checksum or 0, and the fields of `Header`.
 _STRUCT = struct.Struct("<qII14q")
 HEADER_BYTES = _STRUCT.size
-CHECKED_FROM = 16  # the checksum is of all bytes from here on
+CHECKED_FROM = 16  # the checksum covers all bytes from this byte on
 
 
 class Header(NamedTuple):

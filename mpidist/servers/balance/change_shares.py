@@ -305,7 +305,7 @@ def _check_memory(
     nodes: Sequence[tuple[str, int | None]],
     servers: Sequence[int],
 ) -> None:
-    """Raise ConfigError if a host lacks memory for what its servers get, and more."""
+    """Raise ConfigError if a host has too little memory for its servers' new parts and the move."""
     kinds, needs = max((len(slots) for slots in state.slots.values()), default=1), []
     for index, (rank, (host, free)) in enumerate(zip(servers, nodes, strict=True)):
         before = old.bytes_of(index) if index < len(old.pieces) else 0

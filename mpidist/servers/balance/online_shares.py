@@ -46,13 +46,13 @@ class OnlineShares:
     ) -> None:
         """Give the servers other shares of all models. Collective over the workers.
 
-        As with `pause`, all workers call `repartition` at the same place of their programs, between
-        two clocks. Dedicated servers take part inside `serve`, and need no `on_pause`. Parameters,
-        optimizer state and counts of updates move to their new servers, and every client uses the
-        new layout from then on. The values keep their bits. Only elements that change owner are
-        sent, from the old server to the new one, and a server needs memory for one more array (a
-        tensor, or one kind of its optimizer state), and for its parameters once more if they move
-        into new shared memory.
+        As with `pause`, all workers call `repartition` between the same two clocks. Dedicated
+        servers take part inside `serve`, and need no `on_pause`. Parameters, optimizer state and
+        counts of updates move to their new servers, and every client uses the new layout from then
+        on. The values do not change. Only elements that change owner are sent, from the old server
+        to the new server. A server needs memory for one more array (a tensor, or one kind of its
+        optimizer state), and for a second copy of its parameters if they move into new shared
+        memory.
 
         Parameters
         ----------

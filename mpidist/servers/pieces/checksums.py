@@ -1,14 +1,14 @@
-"""Checksums of messages, by choice: the receiver notices bits that have changed on the way.
+"""Optional checksums of messages: the receiver notices if bits have changed on the way.
 
 ::
 
     message   | header, with the CRC-32 of all that follows its first 16 bytes | data |
-    piece     | CRC-32 |   | data |      a piece has no header, so its sum goes ahead of it
+    piece     | CRC-32 |   | data |      a piece has no header, so its checksum is sent before it
 
-The sum is that of `zlib.crc32`. The core needs no package with the CRC-32C of network cards, and
-both find every change of up to 32 bits in a row. Memory that ranks of one host share is not
-checked: no message is sent, and a bit that changes there would change in the arrays of the model
-as well. Messages of a few words are not checked: decisions, votes, notices and norms.
+The checksum is `zlib.crc32`. The CRC-32C of network cards would need a further package, and both
+find every change of up to 32 bits in a row. Memory that ranks of one host share is not checked: no
+message is sent, and bits could change there as in the arrays of the model. Messages of a few words
+(decisions, votes, notices and norms) are not checked.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class Checksums:
         self._link, self._workers, self._servers = link, workers, servers
 
     def before_send(self, buffer: np.ndarray, nbytes: int, dest: int, tag: int) -> None:
-        """Write the sum of a message into its header, or send that of a piece."""
+        """Write the checksum of a message into its header, or send the checksum of a piece."""
         if tag in _WITH_HEADER:
             self.seal(buffer, nbytes)
         elif tag == PIECE_UP:
             self.send_sum(buffer[:nbytes], dest, tag)
 
     def seal(self, buffer: np.ndarray, nbytes: int) -> None:
-        """Write the sum of a message into its header."""
+        """Write the checksum of a message into its header."""
         _SUM.pack_into(buffer.data, _AT, _crc32(buffer[CHECKED_FROM:nbytes]))
 
     def send_sum(self, memory: np.ndarray, dest: int, tag: int) -> None:
-        """Send the sum of a piece, which is about to be sent to `dest`."""
+        """Send the checksum of a piece that is about to be sent to `dest`."""
         words = self._link.pool.take(8)
         words.view(np.int64)[0] = _crc32(memory)
         self._link.send(words, 8, dest, tag + SUMS)
@@ -73,7 +73,7 @@ class Checksums:
     def check_piece(
         self, memory: np.ndarray, words: np.ndarray, source: int, tag: int, model: str
     ) -> None:
-        """Raise ProtocolError if a piece has changed on the way; its sum is in `words`."""
+        """Raise ProtocolError if a piece has changed on the way; `words` has its checksum."""
         given, found = int(words.view(np.int64)[0]), _crc32(memory)
         if found != given:
             kind = tag - self._link.tag
@@ -83,7 +83,7 @@ class Checksums:
         self, what: str, nbytes: int, source: int, kind: int, model: str, sums: tuple[int, int]
     ) -> ProtocolError:
         link = self._link
-        link.touched = True  # so that all ranks hear of it
+        link.touched = True  # so that all ranks get this error
         if not model:  # the newest call between the two ranks
             named = [one.model for one in link.trail.operations() if one.peer == source]
             model = next((name for name in reversed(named) if name), "")

@@ -36,9 +36,10 @@ class CollectedPush:
     nbytes : int
         The bytes of the data of a whole message.
     has_room : callable
-        Whether the server has memory for a number of bytes now. The first piece arrives only then.
+        ``has_room(nbytes)`` returns whether the server has memory for so many bytes now. Before
+        that, no piece is received.
     model : str, optional
-        The model, for error texts.
+        The name of the model, for error texts.
 
     Attributes
     ----------

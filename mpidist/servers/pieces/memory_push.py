@@ -6,9 +6,10 @@
                                      |                    the kernel copies, see `cross_memory`
     memory for one piece            | 1 |                 the server adds it to the parameters
 
-The worker waits in its call until the server has answered, so the gradients do not change. The push
-is whole as soon as its message arrives: nothing else of the worker is needed to apply it, not even
-that the worker runs. A push that must wait beyond the answer is copied before.
+The worker waits in its call until the server has answered, so the gradients do not change. When the
+message has arrived, the server can apply the push without further messages, and even while the
+worker's process is stopped. If the server answers before it applies the push, it copies the push
+first.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class MemoryPush(PushStream):
     local_rank : int
         The rank `source` among the ranks of this host.
     shard : WholeShard
-        What this server holds.
+        The pieces of this server.
     pieces : sequence of WirePiece
     addresses : sequence of int
-        Where the gradient of each part of `shard` begins, in the memory of `source`.
+        The addresses in the memory of `source` at which the gradient of each part begins.
 
     Attributes
     ----------
@@ -67,12 +68,12 @@ class MemoryPush(PushStream):
             for part, address, size in zip(shard.parts, addresses, sizes, strict=True)
         }
         self.readers: list[memoryview] = []
-        self._used, self._read = 0, -1  # pieces; the piece that is in the buffer
+        self._used, self._read = 0, -1  # number of used pieces; the piece in the buffer
         self._buffer: np.ndarray | None = None
         self._kept = False
 
     def here(self) -> int:
-        """Return how many pieces have arrived: all."""
+        """Return how many pieces have arrived, which are all pieces."""
         return len(self._pieces)
 
     def piece(self, number: int) -> np.ndarray:
@@ -97,7 +98,7 @@ class MemoryPush(PushStream):
             self._buffer = None
 
     def keep(self) -> None:
-        """Copy the whole push, because the worker goes on before it is applied."""
+        """Copy the whole push, because the worker goes on before the push is applied."""
         whole = self._link.pool.take(self._nbytes)
         for piece in self._pieces:
             self._copy(piece, whole[piece.start : piece.stop])
@@ -112,7 +113,7 @@ class MemoryPush(PushStream):
 
 
 def addresses_of(shard: WholeShard, gradients: dict[str, np.ndarray]) -> np.ndarray:
-    """Return where the part of each gradient begins that the server of `shard` needs."""
+    """Return the addresses at which the server's part of each gradient begins."""
     found = []
     for (tensor, start, _), _ in shard.parts:
         gradient = gradients[shard.layout.tensors[tensor].name]

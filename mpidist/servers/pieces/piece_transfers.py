@@ -33,7 +33,7 @@ class PieceReceives:
     source, tag : int
     pieces : sequence of WirePiece
     memory : callable
-        Returns the bytes into which the piece of a number is received.
+        ``memory(number)`` returns the bytes into which piece `number` is received.
     model : str, optional
         The model, for error texts.
 

@@ -95,7 +95,7 @@ class BoundExchange:
         link.sent[self.rank] += 1
 
     def is_here(self, link: Link, status: MPI.Status) -> bool:
-        """Whether the answer is here, and the push is sent. Copies the answer, once."""
+        """Whether the answer has arrived and the push is sent. Copies the answer, once."""
         if self.operation[OPEN]:
             if not test_one(self.received, status):
                 return False

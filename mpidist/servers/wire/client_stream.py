@@ -112,7 +112,7 @@ class ClientStream:
 
 
 def places_in(layout: ServerLayout, arrays: Mapping[str, np.ndarray], piece: WirePiece):
-    """Yield the bytes of each span of a piece in `arrays`, and their place in the piece."""
+    """Yield the bytes of each span of a piece in `arrays`, and their position in the piece."""
     for tensor, start, stop, at in piece.spans:
         name, _, dtype, *_ = layout.tensors[tensor]
         size = dtype.itemsize
@@ -143,12 +143,12 @@ def can_share(gradients: Mapping[str, np.ndarray], out: Mapping[str, np.ndarray]
 
 
 class CopiedPush:
-    """A push alone in pieces, which are sent from copies, a few at a time.
+    """A push without a pull, in pieces, of which a few copies are sent at the same time.
 
-    Each piece is copied just before it is sent, so the worker needs memory for `WINDOW` pieces, and
-    may change its gradients as soon as MPI has all pieces. If the server takes none for `LATE`
-    seconds (it may serve from inside the calls of a worker that computes), MPI gets the others at
-    once, because a push waits for nobody.
+    Each piece is copied just before it is sent. So the worker needs memory for only `WINDOW`
+    pieces, and may change its gradients as soon as MPI has all pieces. A push must not wait for a
+    server that is busy (a colocated server's own worker may compute). So if the server receives no
+    piece for `LATE` seconds, all other pieces are copied and passed to MPI.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class MailExchange(BoundExchange):
         line[RUNG] = self._number  # written after the data, see `node_share`
 
     def is_here(self, link: Link, status) -> bool:
-        """Whether the answer is here; then copy it."""
+        """Return whether the answer has arrived; if so, copy it."""
         if self._answered[ANSWERED] != self._number:
             return False
         self.take(self.answer.size, link)
