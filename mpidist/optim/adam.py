@@ -30,8 +30,8 @@ def adam(
     scales `lr`, instead. The means of gradients and of squares decay with every update; on an
     asynchronous server, every gradient that a worker sends is an update. A server that updates one
     part of an array computes the same bits as a worker that updates the whole array, because Adam
-    never sums over an array. In float16 the default `eps` is rounded to zero: keep float32
-    parameters, or pass ``eps=1e-4``.
+    never sums over an array. In float16 the default `eps` would be rounded to zero, which `init`
+    refuses: keep float32 parameters, or pass ``eps=1e-4``.
 
     If a gradient has only some rows of a parameter, the other rows do not change, and their two
     means do not decay in this update; t counts all updates. So both means of a row are means of the

@@ -88,13 +88,14 @@ class Optimizer:
         whole = "" if self.elementwise else "; not elementwise"
         return f"<Optimizer {self.name}: {given}{whole}>"
 
-    def like(self, name: str, settings: Mapping) -> Optimizer:
-        """Return another optimizer by its name and settings, see `from_settings`.
+    def __reduce__(self):
+        # Its functions are closures. So a parameter server makes the optimizers that workers send
+        # by name and settings; a schedule that is a function of the program has no name.
+        return _made_again, (self.name, self.settings)
 
-        A parameter server, which has one optimizer, calls this method to make the optimizer that
-        its workers change to.
-        """
-        return import_module(__package__).from_settings(name, settings)
+
+def _made_again(name: str, settings: Mapping) -> Optimizer:
+    return import_module(__package__).from_settings(name, settings)
 
 
 def elementwise(
@@ -133,6 +134,12 @@ def elementwise(
                 raise ConfigError(
                     f"{name}: parameter {key!r} is {parameter.dtype}, expected a floating-point "
                     "array; keep integer tables in model.state"
+                )
+            small = settings.get("eps", 1)
+            if small and parameter.dtype == np.float16 and not np.float16(small):
+                raise ConfigError(
+                    f"{name}: eps={small:g} is 0 in float16, the dtype of parameter {key!r}, and "
+                    "updates would divide 0 by 0; give eps=1e-4, or keep float32 parameters"
                 )
         state: dict = {
             slot: {key: np.zeros_like(value) for key, value in parameters.items()} for slot in slots

@@ -46,16 +46,7 @@ def host_model(
     def describe() -> dict:
         if isinstance(asked.name, str) and asked.name in taken:
             raise ConfigError(f"{doing}: this group has a model of that name")
-        check_update(asked)
-        facts, inits = parse_model(asked)
-        asked.consistency.check(len(workers))
-        check_device(asked, group, server is not None, bool(facts["open"]))
-        check_server_optimizer(asked.name, asked.optimizer)
-        elsewhere = group.replicated or asked.server_device != "cpu"
-        check_momentum(asked.name, asked.stale, asked.optimizer, elsewhere)
-        check_clip_norm(asked.name, asked.clip_norm, group.votes or ulfm.current is not None)
-        check_row_optimizer(asked.name, policies := _policies(facts), asked.optimizer)
-        check_open_group(asked.name, policies, group.votes or group.replicated)
+        facts, inits = _checked(group, server is not None, asked)
         return {
             "facts": {**facts, "optimizer": optimizer_facts(asked.optimizer)},
             "inits": inits,
@@ -134,6 +125,23 @@ def host_model(
     if as_arrays:
         _send_values(link, layout, servers, workers[0], asked.model, hosted)
     return layout, piece, share
+
+
+def _checked(group, serves: bool, asked: Request) -> tuple[dict, dict | None]:
+    """Check all that a rank gives; return what `parse_model` returns."""
+    check_update(asked)
+    facts, inits = parse_model(asked)
+    name, optimizer, policies = asked.name, asked.optimizer, _policies(facts)
+    survives = group.votes or ulfm.current is not None
+    elsewhere = group.replicated or asked.server_device != "cpu"
+    asked.consistency.check(len(group.worker_ranks))
+    check_device(asked, group, serves, bool(facts["open"]))
+    check_server_optimizer(name, optimizer)
+    check_momentum(name, asked.stale, optimizer, elsewhere)
+    check_clip_norm(name, asked.clip_norm, survives)
+    check_row_optimizer(name, policies, optimizer)
+    check_open_group(name, policies, group.votes or group.replicated)
+    return facts, inits
 
 
 def _policies(facts: Mapping) -> dict[str, RowPolicy]:

@@ -307,11 +307,13 @@ class Client:
     def set_optimizer(self, optimizer) -> None:
         """Use another optimizer, or another learning rate, from now on. All workers must call this.
 
-        They must call it in the same clock, with equal optimizers; otherwise all ranks get a
-        ProtocolError. Under BSP the update of this clock is the first one with the new optimizer.
-        In other modes a server uses it as soon as the last worker has called `set_optimizer`. An
-        optimizer of the same kind keeps the state (such as velocities and the progress of a
-        schedule); another kind begins with a new state. In elastic runs it cannot change.
+        They call it in the same clock, with equal optimizers; else all ranks get a ProtocolError.
+        Under BSP the update of this clock is the first one with the new optimizer. In other modes a
+        server uses it as soon as the last worker has called. An optimizer of the same kind goes on
+        with the state (such as velocities and the progress of a schedule), one of another kind
+        begins with a new state. Servers get a copy of an optimizer of your own, which `pickle` must
+        be able to make; workers compare its class and its settings, as in `ServerGroup.add`. Not in
+        elastic runs.
 
         Raises
         ------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -250,4 +251,9 @@ def _plain(value) -> Any:
         return {str(key): _plain(value[key]) for key in value if not str(key).startswith("_")}
     if value is None or isinstance(value, bool | int | float | str | np.number):
         return shown(value)
-    return type(value).__qualname__
+    if isinstance(value, np.ndarray):
+        digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+        return f"{value.dtype} {value.shape} {digest}"
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return getattr(value, "__qualname__", type(value).__qualname__)

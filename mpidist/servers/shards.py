@@ -270,25 +270,6 @@ class ServerShard:
                 self.parameters[self._keys[tensor]] = array
         self.version += 1
 
-    def update_corrected(
-        self, gradients: Mapping[str, Any], weight: float, factors: tuple[float, float]
-    ) -> None:
-        """Make an update with different factors for the gradients and for the velocity."""
-        factor, kept = factors
-        rows = {key: g if isinstance(g, tuple) else (None, g) for key, g in gradients.items()}
-        scaled = {key: g * g.dtype.type(factor) for key, (_, g) in rows.items()}
-        self.update(
-            {key: g if rows[key][0] is None else (rows[key][0], g) for key, g in scaled.items()},
-            weight,
-        )
-        for key, (where, gradient) in rows.items():
-            velocity = self.state["velocity"][key]
-            less = gradient * gradient.dtype.type(factor - kept)
-            if where is None:
-                velocity -= less
-            elif len(where):
-                velocity.reshape(-1, less[0].size)[where] -= less.reshape(len(where), -1)
-
     # -- updates piece by piece ------------------------------------------------------------
 
     def key_of(self, tensor: int) -> str:

@@ -18,7 +18,7 @@ from ..arrays import named_arrays
 from ..checkpoint.arguments import checked_path
 from ..data import Loading, Position, Sampler
 from ..elasticity.elastic_settings import Elastic, as_elastic
-from ..errors import ConfigError, shown
+from ..errors import ConfigError
 
 _OPTIMIZER = "expected an optimizer such as md.optim.sgd(0.1), or an object with init and update"
 _MODEL = (
@@ -246,12 +246,6 @@ def check_elastic(elastic, strategy, checkpoint) -> Elastic | None:
             f"{getattr(strategy, 'reasons', {}).get('elastic', '')}; use AllReduce or "
             "ParameterServer, or leave elastic out and start the job by mpidist launch"
         )
-    if getattr(strategy, "has_shares", False):
-        raise ConfigError(
-            f"elastic: servers={shown(strategy.servers)}, placement={shown(strategy.placement)}: "
-            "after a death the shards are divided equally; give how many servers or a list of "
-            "ranks, with placement 'dedicated' or 'colocated', or leave elastic out"
-        )
     if getattr(strategy, "is_rare", False):
         raise ConfigError(
             f"elastic: push_every={strategy.push_every}, pull_every={strategy.pull_every}: a death "
@@ -261,11 +255,6 @@ def check_elastic(elastic, strategy, checkpoint) -> Elastic | None:
         raise ConfigError(
             "elastic: changes: after a death the servers would go on with the first mode; leave "
             "changes out, or leave elastic out"
-        )
-    if getattr(strategy, "rebalance", None) is not None:
-        raise ConfigError(
-            "elastic: rebalance changes shares, and after a death the shares are divided equally; "
-            "leave rebalance or elastic out"
         )
     mode = getattr(strategy, "consistency", None)
     if not getattr(mode, "survives", True):

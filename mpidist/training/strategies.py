@@ -20,7 +20,7 @@ from ..gradients.gradient_buckets import bucket_bytes
 from ..registry import build, look_up
 from ..servers.balance.rebalance import Rebalance, rebalance_policy
 from ..servers.consistency import ASP, BSP, SSP, Consistency
-from ..servers.layout.roles import AUTO, choose_ranks, has_shares, listed_shares, ranks_asked
+from ..servers.layout.roles import AUTO, choose_ranks, listed_shares, ranks_asked
 from ..servers.model_facts import check_checksums, check_device_name, check_nonfinite
 from ..servers.modes.backup_workers import BackupWorkers
 from ..servers.modes.dynamic_bound import DSSP
@@ -192,11 +192,6 @@ class ParameterServer:
     def keeps_copies(self) -> bool:
         """Whether each server keeps a copy of another server's partitions."""
         return bool(self.replicas)
-
-    @property
-    def has_shares(self) -> bool:
-        """Whether `servers` gives shares of the model, or `placement` is a list of ranks."""
-        return has_shares(self.servers, self.placement)
 
     def workers(self, size: int) -> int:
         """Return how many of `size` ranks are workers; raise ConfigError if there is no worker."""

@@ -181,8 +181,8 @@ def train(
             if getattr(agreed.strategy, "has_replicas", False):
                 return Carried(given, name)
             # Not at the top: most runs have no servers, a sixth of what would be imported.
-            from .exchanges.carried_servers import CarriedServers
-            from .exchanges.replicated_servers import ReplicatedServers
+            from .exchanges.carried.carried_servers import CarriedServers
+            from .exchanges.carried.replicated_servers import ReplicatedServers
 
             if getattr(agreed.strategy, "keeps_copies", False):
                 return ReplicatedServers(given, name, agreed.strategy, ranks)

@@ -134,7 +134,7 @@ def test_what_a_worker_may_not_set(comm):
             for wrong, text in (
                 (3, "has no init and update"),
                 (md.optim.clipped(SGD, 1.0), "needs whole tensors"),
-                (md.optim.sgd(lambda step: 0.1), "cannot make this optimizer from its name"),
+                (md.optim.sgd(lambda step: 0.1), "this optimizer cannot be sent to the servers"),
             ):
                 with pytest.raises(ConfigError, match=text):
                     client.set_optimizer(wrong)
@@ -170,6 +170,74 @@ def test_the_optimizer_changes(comm, roles, size):
                     client.set_optimizer(changes[clock])
                 values = client.push_pull({"w": values["w"] + 1}, samples=1)
                 assert np.allclose(values["w"], expected[clock], rtol=1e-12, atol=1e-12)
+
+
+class Table:
+    """An optimizer that no name makes: rates from an array, and the number of its updates."""
+
+    elementwise = True
+
+    def __init__(self, *rates):
+        self.rates = np.array(rates)
+
+    def init(self, parameters):
+        return {"updates": np.zeros(())}
+
+    def update(self, gradients, state, parameters):
+        rate = self.rates[int(state["updates"]) % len(self.rates)]
+        state["updates"] += 1
+        for name, gradient in gradients.items():
+            parameters[name] -= rate * gradient
+
+
+class Local(Table):
+    """Only the workers can make it again."""
+
+    def __reduce__(self):
+        return (make_on_worker, ())
+
+
+def make_on_worker():
+    if not on_worker:
+        raise ValueError("no such class here")
+    return Local(1.0)
+
+
+on_worker = []
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("roles", ROLES, ids=str)
+def test_an_optimizer_that_has_no_name(comm, roles):
+    """An object, and then one of md.optim again; the state of the same kind stays."""
+    on_worker.clear()
+    with md.parameter_server(comm, {"w": np.zeros(40)}, optimizer=SGD, **roles) as client:
+        if client is not None:
+            given = {1: Table(2.0, 3.0), 3: Table(10.0, 20.0, 30.0), 4: md.optim.sgd(7.0)}
+            seen = []
+            for clock in range(5):
+                if clock in given:
+                    client.set_optimizer(given[clock])
+                seen.append(client.push_pull({"w": np.ones(40)})["w"][3])
+            assert seen == [-1.0, -3.0, -6.0, -36.0, -43.0]
+
+
+@pytest.mark.ranks(3)
+def test_optimizers_that_have_no_name_differ(comm):
+    def differs(client):
+        client.set_optimizer(Table(1.0, 2.0 + client.group.workers.rank))
+
+    text = r"rank . asks for optimizer Table, rank . for optimizer Table; all workers"
+    for roles in ({"servers": 1}, {"servers": 2, "placement": "colocated"}):
+        refused(comm, text, differs, **roles)
+
+    def only_here(client):
+        on_worker.append(1)
+        client.set_optimizer(Local(1.0))
+        client.push_pull({"w": np.ones(9)})
+
+    on_worker.clear()
+    refused(comm, "a server cannot make Local: no such class here", only_here, servers=1)
 
 
 @pytest.mark.ranks(3)

@@ -36,7 +36,7 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-#: Half precision is added in single precision; there, Adam divides by an epsilon that is 0.
+#: Half precision is added in single precision; Adam refuses it with its usual epsilon.
 HALF = {**SHAPES, "h": ((50,), "f2")}
 
 
@@ -52,8 +52,14 @@ def contents(shard):
     return shard.server, shard.version, buffer.tobytes()
 
 
-def run(comm, servers, mode, optimizer, placement="dedicated", replicas=True, steps=6, stale=None):
-    """Train; return the parameters of rank 0, and of each server its shard and its copy."""
+def run(
+    comm, servers, mode, optimizer, placement="dedicated", replicas=True, steps=6, stale=None,
+    weights=None,
+):  # fmt: skip
+    """Train; return the parameters of rank 0, and of each server its shard and its copy.
+
+    `weights` has the shares of the servers from some steps on.
+    """
     shapes = SHAPES if optimizer == "adam" else HALF
     params, rng = arrays(1, shapes=shapes), np.random.default_rng(comm.rank)
     with ElasticServerGroup(comm, servers=servers, placement=placement) as group:
@@ -68,6 +74,8 @@ def run(comm, servers, mode, optimizer, placement="dedicated", replicas=True, st
             client.pull(out=params)
             for step in range(steps):
                 time.sleep(rng.uniform(0, 0.002))
+                if step in (weights or {}):
+                    group.repartition(weights=weights[step])
                 samples = 0 if step == 3 else 3 + comm.rank
                 client.push_pull(
                     arrays(comm.rank, step, shapes=shapes), out=params, samples=samples
@@ -114,6 +122,43 @@ def test_copies_do_not_change_the_result(comm, mode):
     without, held_without = run(comm, 2, mode, "momentum", replicas=False)
     assert [one[0] for one in held] == [one[0] for one in held_without]
     assert all((with_copies[n] == without[n]).all() for n in HALF)
+
+
+@pytest.mark.ranks(4, 5)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("placement", ["dedicated", "colocated"])
+def test_copies_follow_other_shares(comm, mode, placement):
+    """Each copy has the bits of its shard; under BSP, the parameters those of other shares."""
+    weights = {1: [1, 3, 2], 2: [5, 1, 1], 3: [5, 1, 1], 5: [1e-9, 1, 2]}
+    servers = 3 if placement == "colocated" or comm.size > 4 else 2
+    weights = {step: each[:servers] for step, each in weights.items()}
+    params, held = run(comm, servers, mode, "momentum", placement, weights=weights)
+    for k, (shard, _, _) in enumerate(held):
+        assert held[(k + 1) % servers][2] == shard, (mode, servers, k)
+    if mode in ("bsp", "ssp0"):
+        fixed, _ = run(comm, servers, mode, "momentum", placement)
+        assert all((params[n] == fixed[n]).all() for n in HALF)
+        without, _ = run(comm, servers, mode, "momentum", placement, False, weights=weights)
+        assert all((without[n] == fixed[n]).all() for n in HALF)
+
+
+@pytest.mark.ranks(4)
+def test_wrong_shares_of_an_elastic_run(comm):
+    with ElasticServerGroup(comm, servers=2) as group:
+        group.vote(True, [0.25, 0.75])
+        client = group.add("m", {"w": np.zeros(8)}, optimizer=md.optim.sgd(1.0))
+        group.fill_copies("m")
+        if client is not None:
+            for wrong in ({"weights": [0, 1]}, {"servers": {0: 1, 3: 1}}, {"servers": 1}):
+                with pytest.raises(md.ConfigError, match="in an elastic run the servers stay"):
+                    group.repartition(**wrong)
+            assert (client.push_pull({"w": np.ones(8)})["w"] == -1).all()
+            group.repartition(servers={2: 3, 3: 1})
+            assert (client.push_pull({"w": np.ones(8)})["w"] == -2).all()
+            assert [one["share"] for one in group.load()] == [0.75, 0.25]
+    if group.is_server:
+        (part,) = group.hosted("m")[1].shard.parameters.values()
+        assert part.size == (6 if comm.rank == 2 else 2)
 
 
 @pytest.mark.ranks(3, 4)

@@ -10,7 +10,7 @@ KIND is ``with ALGORITHM N`` or ``function ALGORITHM N`` (N numbers are added by
 elastic `md.train`, with 0 or more microbatches, which saves every few steps if SAVES is 1. ``served
 MODE PLACEMENT SERVERS SAVES COPIES`` is one with parameter servers, which keep copies of each
 other's partitions if COPIES is 1: each parameter counts how often a sample was used, with the
-opposite sign.
+opposite sign. With PLACEMENT "shares", servers only serve, and their shares change every 3 clocks.
 """
 
 import faulthandler
@@ -202,6 +202,13 @@ class Counts:
         return 1.0
 
 
+class Turns(md.Rebalance):
+    """At each look, the shares of the servers change places."""
+
+    def follow(self, shares, since):
+        return [shares[-1], *shares[:-1]]
+
+
 def remember(client, *args, make=Client.__init__) -> None:
     make(client, *args)
     clients.append(client)
@@ -211,6 +218,9 @@ def served(mode: str, placement: str, servers: int, saves: bool, copies: int):
     """An elastic run of `md.train` with parameter servers."""
     servers = min(servers, ranks - 1)
     Client.__init__ = remember
+    shares = {}
+    if placement == "shares":
+        shares = {rank: rank + 1 for rank in range(ranks - servers, ranks)}
     modes = {"bsp": md.BSP(), "asp": md.ASP(), "ssp": md.SSP(2), "ssp0": md.SSP(0)}
     model, data = Counts(), (np.eye(SERVED_SAMPLES), np.zeros(SERVED_SAMPLES))
 
@@ -222,7 +232,8 @@ def served(mode: str, placement: str, servers: int, saves: bool, copies: int):
     summary = md.train(
         comm, model, data, optimizer=md.optim.sgd(48.0), global_batch=48, steps=steps, seed=1,
         strategy=md.ParameterServer(
-            servers, modes[mode], placement, replicas=copies if servers > 1 else 0
+            shares or servers, modes[mode], "dedicated" if shares else placement,
+            replicas=copies if servers > 1 else 0, rebalance=Turns(3) if shares else None,
         ),
         callbacks=[note], elastic=True, watch_seconds=40,
         **place, **({"checkpoint_every": SAVE_EVERY} if saves else {}),

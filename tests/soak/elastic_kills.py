@@ -63,7 +63,7 @@ KINDS += [
     for mode in ("bsp", "asp", "ssp", "ssp0")
     for rest in (
         "dedicated 1 0 0", "dedicated 2 0 0", "dedicated 2 1 0", "colocated 2 1 0",
-        "dedicated 2 0 1", "dedicated 3 1 1", "colocated 3 0 1",
+        "dedicated 2 0 1", "dedicated 3 1 1", "colocated 3 0 1", "shares 3 0 1", "shares 2 1 0",
     )
 ]  # fmt: skip
 KINDS += [
@@ -343,7 +343,9 @@ def parsed(words: list[str] | None):
         parser.add_argument(f"--{mode}", type=int, default=count, help=f"runs with kills, {what}")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first run")
     parser.add_argument("--ranks", default="2-6", help="the number of ranks is drawn from these")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="jobs to draw from, with commas")
+    parser.add_argument(
+        "--kinds", default=",".join(KINDS), help="jobs to draw from, or first words, with commas"
+    )
     parser.add_argument("--ladder", action="store_true", help="start by mpidist launch --elastic")
     parser.add_argument("--timeout", type=float, default=90, help="seconds; then a run hangs")
     parser.add_argument("--file", type=Path, help="add the lines of the runs to this file")
@@ -352,9 +354,14 @@ def parsed(words: list[str] | None):
     args = parser.parse_args(words)
     low, _, high = args.ranks.partition("-")
     args.ranks = (int(low), int(high or low))
-    args.kinds = args.kinds.split(",")
+    args.kinds = [kind for word in args.kinds.split(",") for kind in kinds_of(word)]
     args.keep = args.keep.absolute()
     return args
+
+
+def kinds_of(word: str) -> list[str]:
+    """Return the kinds that begin with a word such as ``served``, or this one kind."""
+    return [kind for kind in KINDS if kind.startswith(f"{word} ")] or [word]
 
 
 def main(words: list[str] | None = None) -> int:

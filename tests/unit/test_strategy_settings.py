@@ -66,8 +66,7 @@ def test_rebalance():
     made = from_settings("parameter_server", {"rebalance": {"every": 50, "gain": 0.2}})
     assert made == md.ParameterServer(rebalance=md.Rebalance(50, 0.2))
     assert md.ParameterServer(rebalance="auto").rebalance == md.Rebalance()
-    with pytest.raises(ConfigError, match="elastic: rebalance changes shares"):
-        check_elastic(True, made, None)
+    assert check_elastic(True, made, None) is not None
 
 
 def test_rare_pushes_and_pulls():

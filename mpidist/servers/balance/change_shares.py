@@ -25,7 +25,7 @@ from ..client import Client
 from ..decisions import Decisions
 from ..layout.capacity import check_capacity
 from ..layout.placement import RowPolicy, ServerLayout, place_tensors
-from ..layout.roles import AUTO, balanced_shares, choose_ranks, ranks_asked
+from ..layout.roles import AUTO, ranks_and_shares, ranks_asked
 from ..link import Link, nothing
 from ..modes.device_shard import DeviceShard
 from ..modes.hosted_model import Hosted
@@ -81,8 +81,9 @@ class Members(NamedTuple):
     servers: list[int]
     workers: list[int]
     shares: list[float]
-    elastic: bool
     shared: Mapping[str, tuple[NodeShare | None, str]] = {}
+    elastic: bool = False
+    copied: bool = False  # whether servers keep copies of each other's parts
 
 
 def change_shares(members: Members, given: AskedShares | None) -> Members | None:
@@ -94,17 +95,13 @@ def change_shares(members: Members, given: AskedShares | None) -> Members | None
     link, server = members.link, members.server
     with link.serving(nothing):
         if server is not None:
-            _finish_sending(link, server.models)
-        plan = link.run_on_all(
-            DOING,
-            lambda: _describe(members, given),
-            lambda everyone: _decide(members, everyone),
-        )
+            finish_sending(link, server.models)
+        plan = plan_shares(members, given)
         if plan is None:
             return None
         if server is None and link.comm.rank in plan.servers:
             server = _new_server(members, plan)
-        layouts = {name: _divided(old, plan.shares) for name, old in members.layouts.items()}
+        layouts = {name: divided(old, plan.shares) for name, old in members.layouts.items()}
         if server is not None:
             server.decisions = Decisions(link, plan.servers)
             for hosted in server.models:
@@ -133,8 +130,8 @@ def _move(
     hosted.pulled[:] = [state.version - age for age in state.ages]
 
 
-def _finish_sending(link, models: Sequence[Hosted]) -> None:
-    """Wait until MPI no longer sends from the arrays of this server."""
+def finish_sending(link, models: Sequence[Hosted]) -> None:
+    """Wait until MPI sends nothing from the arrays of this server any more."""
 
     def is_done() -> bool:
         for model in models:
@@ -144,15 +141,19 @@ def _finish_sending(link, models: Sequence[Hosted]) -> None:
     link.wait(is_done, peers="all")
 
 
+def plan_shares(members: Members, given: AskedShares | None) -> NewShares | None:
+    """Check all arguments and choose new shares; None if nothing changes. Collective."""
+    return members.link.run_on_all(
+        DOING,
+        lambda: _describe(members, given),
+        lambda everyone: _decide(members, everyone),
+    )
+
+
 # -- facts and decision ------------------------------------------------------------------------
 
 
 def _describe(members: Members, given: AskedShares | None) -> dict[str, Any]:
-    if members.elastic:
-        raise ConfigError(
-            "the servers of an elastic run divide the model themselves, after a death; call "
-            "repartition in a run without elastic="
-        )
     for name, layout in members.layouts.items():
         if any(tensor.open is not None for tensor in layout.tensors):
             raise ConfigError(
@@ -220,10 +221,15 @@ def _decide(members: Members, everyone: list[dict]) -> NewShares | None:
         raise MismatchError(f"{DOING}: {differs}; all workers must give the same")
     hosts = [one["node"][0] for one in everyone]
     servers, shares = _shares(members, first[0], first[1], hosts)
+    if members.elastic and (servers != members.servers or not all(shares)):
+        raise ConfigError(
+            f"{DOING}: in an elastic run the servers stay the same, and each keeps a share above "
+            f"0; give shares for the servers {members.servers}"
+        )
     if servers == members.servers and shares == members.shares:
         return None
     models = {}
-    new = {name: _divided(old, shares) for name, old in members.layouts.items()}
+    new = {name: divided(old, shares) for name, old in members.layouts.items()}
     for name, layout in new.items():
         served = [everyone[rank]["served"][name] for rank in members.servers]
         most = max(layout.bytes_of(index) for index in range(len(servers)))
@@ -244,6 +250,7 @@ def _decide(members: Members, everyone: list[dict]) -> NewShares | None:
             models[name],
             [everyone[rank]["node"] for rank in servers],
             servers,
+            members,
         )
     return NewShares(servers, shares, models)
 
@@ -251,14 +258,13 @@ def _decide(members: Members, everyone: list[dict]) -> NewShares | None:
 def _shares(members: Members, servers, weights, hosts) -> tuple[list[int], list[float]]:
     """Return the ranks of all servers and their shares, also of servers that hold nothing."""
     present = members.servers
-    if servers == AUTO:
-        servers = balanced_shares(hosts, members.workers)
-    ranks = present
-    if servers is not None:
-        ranks, _ = choose_ranks(len(hosts), servers, "colocated")
+    given = present if servers is None else servers
+    ranks, _, parts_given = ranks_and_shares(
+        len(hosts), given, "colocated", lambda: hosts, members.workers
+    )
     if weights is None:
-        weights = [servers[rank] if isinstance(servers, dict) else 1.0 for rank in ranks]
-    elif isinstance(servers, dict):
+        weights = parts_given
+    elif isinstance(servers, dict) or servers == AUTO:
         raise ConfigError(f"{DOING}: servers has shares already; leave out weights")
     if len(weights) != len(ranks):
         raise ConfigError(
@@ -304,8 +310,12 @@ def _check_memory(
     state: ModelState,
     nodes: Sequence[tuple[str, int | None]],
     servers: Sequence[int],
+    members: Members,
 ) -> None:
-    """Raise ConfigError if a host has too little memory for its servers' new parts and the move."""
+    """Raise ConfigError if a host lacks memory for what its servers get, and more.
+
+    In an elastic run, all new parts are made beside the old ones.
+    """
     kinds, needs = max((len(slots) for slots in state.slots.values()), default=1), []
     for index, (rank, (host, free)) in enumerate(zip(servers, nodes, strict=True)):
         before = old.bytes_of(index) if index < len(old.pieces) else 0
@@ -315,11 +325,13 @@ def _check_memory(
         ]
         more = kinds * max(0, sum(sizes) - before) + max(sizes, default=0)
         more += sum(sizes)  # memory that ranks of a host share, beside that of the old layout
+        if members.elastic:
+            more = kinds * (sum(sizes) + new.bytes_of(index - 1) * members.copied)
         needs.append((rank, host, more, free))
     check_capacity(name, needs)
 
 
-def _divided(old: ServerLayout, shares: list[float]) -> ServerLayout:
+def divided(old: ServerLayout, shares: list[float]) -> ServerLayout:
     """Return the layout of the same tensors for other shares."""
     specs = {tensor.name: (tensor.shape, tensor.dtype) for tensor in old.tensors}
     policies = {

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...errors import MismatchError, MpidistError
-from ...runtime import ulfm
 from ...runtime.agreement.run_on_all import difference
 from ..client import Client
 from ..layout.placement import ServerLayout
@@ -67,10 +66,10 @@ class OnlineShares:
         Raises
         ------
         ConfigError
-            On all ranks, and the group can go on as before. The shares are wrong, a server does not
-            exist, the run is elastic, a model has an open table, a host has too little memory, or
-            an optimizer's state has other arrays than arrays of the shape of a parameter and
-            scalars.
+            On all ranks, and the group goes on as before: shares that are no shares, a server that
+            does not exist, in an elastic run of `md.train` other servers or a share of 0, a model
+            with an open table, an optimizer whose state is
+            not one array like each parameter and scalars, too little memory.
         MismatchError
             On all ranks, and the group can go on as before. The arguments differ between workers.
         ProtocolError
@@ -140,13 +139,10 @@ class OnlineShares:
                 raise
 
     def _change_shares(self, given: AskedShares | None) -> None:
-        elastic = self.votes or ulfm.current is not None
-        members = Members(
-            self.link, self._server, self._layouts, self._clients, self.server_ranks,
-            self.worker_ranks, self.shares, elastic,
-        )  # fmt: skip
-        if (now := change_shares(members, given)) is None:
-            return
+        if (now := change_shares(self._members(), given)) is not None:
+            self._use_shares(now)
+
+    def _use_shares(self, now: Members) -> None:
         begins = self._server is None and now.server is not None
         self.server_ranks, self.shares, self._server = now.servers, now.shares, now.server
         self._layouts |= now.layouts
@@ -156,6 +152,12 @@ class OnlineShares:
         if begins and now.server is not None:
             self.is_server, self._changes.server = True, now.server
             self.link.background = _both(self.link.background, now.server)
+
+    def _members(self) -> Members:
+        return Members(
+            self.link, self._server, self._layouts, self._clients, self.server_ranks,
+            self.worker_ranks, self.shares,
+        )  # fmt: skip
 
     def _gather_load(self, given: None) -> list[dict[str, float]]:
         with self.link.serving(nothing):
@@ -196,7 +198,7 @@ def _both(before: Callable[[], bool], server: Server) -> Callable[[], bool]:
 
 
 _CALLS: dict[str, Callable[[Any, Any], Any]] = {
-    "repartition": OnlineShares._change_shares,
+    "repartition": lambda group, given: group._change_shares(given),
     "load": OnlineShares._gather_load,
     "rebalance": OnlineShares._follow_load,
 }

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from ...runtime.agreement.run_on_all import run_on_all, same_on_all
 from ..model_facts import check_checksums
-from .roles import AUTO, balanced_shares, choose_ranks, ranks_asked
+from .roles import choose_ranks, ranks_and_shares, ranks_asked
 
 
 class Roles(NamedTuple):
@@ -34,10 +34,9 @@ def agree_on_roles(comm: MPI.Comm, servers, placement, checksums: bool = False) 
     # Ranks may have passed different arguments, so an error on one rank is raised on all ranks.
     agreed = same_on_all(comm, "ServerGroup", describe)
     asked, placed = agreed["servers"], agreed["placement"]
-    if asked == AUTO:
-        hosts = run_on_all(comm, "ServerGroup: hosts", socket.gethostname, list)
-        _, workers = choose_ranks(comm.size, asked, placed)
-        asked = balanced_shares(hosts, workers)
-    serving, working = choose_ranks(comm.size, asked, placed)
-    parts = [asked[rank] if isinstance(asked, dict) else 1.0 for rank in serving]
+
+    def hosts() -> list[str]:
+        return run_on_all(comm, "ServerGroup: hosts", socket.gethostname, list)
+
+    serving, working, parts = ranks_and_shares(comm.size, asked, placed, hosts)
     return Roles(serving, working, [part / sum(parts) for part in parts], placed)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from ...errors import ConfigError, shown
 
@@ -128,6 +127,28 @@ def choose_ranks(size: int, servers, placement) -> tuple[list[int], list[int]]:
     return chosen, [rank for rank in range(size) if rank not in dedicated]
 
 
+def ranks_and_shares(
+    size: int,
+    servers,
+    placement,
+    hosts: Callable[[], Sequence[Hashable]],
+    workers: Sequence[int] | None = None,
+) -> tuple[list[int], list[int], list[float]]:
+    """Return the ranks of the servers and of the workers, and the share of each server.
+
+    The shares have any sum. `servers` is as `ranks_asked` returns it. ``hosts()`` returns the host
+    of each rank, which "auto" needs; it balances the traffic of the `workers`, by default those
+    that are returned. Raises as `choose_ranks`.
+    """
+    if servers == AUTO:
+        if workers is None:
+            _, workers = choose_ranks(size, servers, placement)
+        servers = balanced_shares(hosts(), workers)
+    serving, working = choose_ranks(size, servers, placement)
+    parts = [servers[rank] if isinstance(servers, dict) else 1.0 for rank in serving]
+    return serving, working, parts
+
+
 def _ranks_listed(placement) -> list[int]:
     try:
         if isinstance(placement, Mapping | bytes) or any(isinstance(r, bool) for r in placement):
@@ -179,8 +200,3 @@ def listed_shares(shares, servers) -> dict:
     if len(found) < len(pairs):
         raise ConfigError(f"shares={shown(shares)}: a rank is in the list twice; give each once")
     return found
-
-
-def has_shares(servers: Any, placement: Any) -> bool:
-    """Whether `servers` gives shares, or `placement` is a list of the ranks that only serve."""
-    return isinstance(servers, Mapping | str) or not isinstance(placement, str)

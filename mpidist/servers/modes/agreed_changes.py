@@ -20,7 +20,7 @@ from typing import Any
 from ...errors import ConfigError, ProtocolError, shown
 from ..consistency import ASP, BSP, SSP, Action, Consistency, Do
 from .dynamic_bound import DSSP
-from .optimizer_changes import change_optimizer
+from .optimizer_changes import agreed_part, change_optimizer
 
 #: The modes that may follow each other during training, by the names in messages.
 MODES: dict[str, type[Consistency]] = {each.__name__: each for each in (ASP, BSP, SSP, DSSP)}
@@ -92,7 +92,7 @@ class AgreedChanges:
             self._asked[clock, what] = asked
             if what == MODE:
                 self._hosted.change_mode(decode_mode(text), clock + 1)
-        if asked.text != text:
+        if agreed_part(asked.text) != agreed_part(text):
             raise ProtocolError(
                 f"{self._where(clock)}: rank {ranks[worker]} asks for {_told(text)}, rank "
                 f"{ranks[min(asked.workers)]} for {_told(asked.text)}; {_SAME}"
@@ -154,5 +154,4 @@ def _told(text: bytes) -> str:
     facts = json.loads(text)
     if facts["of"] == MODE:
         return f"consistency {decode_mode(text)}"
-    settings = ", ".join(f"{key}={value}" for key, value in facts["settings"].items())
-    return f"optimizer {facts['name']}({settings})"
+    return f"optimizer {facts['told']}"

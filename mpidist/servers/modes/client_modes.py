@@ -116,7 +116,7 @@ class ClientModes:
         check_momentum(name, self._asked.stale, optimizer)
         if self._changed == clock:
             raise ProtocolError(f"client {name!r}: second set_optimizer in clock {clock}")
-        return encode_optimizer(name, layout, self._asked.optimizer, optimizer)
+        return encode_optimizer(name, layout, optimizer)
 
     def set_optimizer(self, optimizer: Any, clock: int) -> None:
         """Record that the optimizer changes in `clock`. Called after the message to the servers."""

@@ -23,7 +23,7 @@ from ..wire.wire_pieces import PIECE_BYTES
 from .agreed_changes import AgreedChanges
 from .changing_gate import ChangingGate
 from .push_record import PulledCopies, PushRecord
-from .stale_gradients import beta_of
+from .stale_gradients import beta_of, update_corrected
 
 
 class Push(NamedTuple):
@@ -113,6 +113,18 @@ class Hosted:
         words = message[HEADER_BYTES : HEADER_BYTES + 8 * len(self.whole.parts)]
         return self.due.read(link, worker, rank, self.whole, words.view(np.int64).tolist())
 
+    def use_shards(self, shard: ServerShard, copy: ServerShard | None, piece_bytes: int) -> None:
+        """Use other parts of the model, made beside the present ones, from now on.
+
+        What a worker has pulled of the present ones counts as pulled now, at the same age.
+        """
+        ages = [self.shard.version - seen for seen in self.pulled]
+        self.shard, self.copy = shard, copy
+        self.pulled = [shard.version - age for age in ages]
+        self.use_layout(piece_bytes)
+        if self._copies is not None:
+            self._copies = PulledCopies(shard, len(self.pulled))
+
     def kept(self) -> list[dict[str, np.ndarray]]:
         """Return for each worker a copy of its pulled parameters; [] if no copies are kept."""
         return [] if self._copies is None else self._copies.kept
@@ -140,7 +152,7 @@ class Hosted:
                 beta = beta_of(self.shard.optimizer) or 0.0
                 factors = self.stale.corrected(version - push.seen, beta)
                 gradients, weight = merged
-                self.shard.update_corrected(gradients, weight, factors)
+                update_corrected(self.shard, gradients, weight, factors)
             elif merged is not None:
                 self.shard.update(*merged)
         self.applied = action.clock + 1

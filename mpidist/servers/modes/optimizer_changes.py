@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from ...errors import ConfigError
+from ...errors import ConfigError, ProtocolError, shown
 from ..layout.placement import ServerLayout
 from ..model_facts import check_server_optimizer, optimizer_facts
 from ..shards import ServerShard, state_leaves
 
 
 def change_optimizer(shard: ServerShard, text: bytes) -> None:
-    """Let a shard use the optimizer in a message. The state is kept if the kind is the same."""
-    optimizer = decode_optimizer(shard.optimizer, text)
+    """Let a shard use the optimizer of a message. One of the same kind goes on with the state."""
+    optimizer = decode_optimizer(text)
     if _kind(optimizer) != _kind(shard.optimizer):
         shard.state = shard.fresh_state(optimizer)
     shard.use(optimizer)
@@ -28,11 +31,10 @@ def _kind(optimizer: Any) -> tuple:
     return type(optimizer), getattr(optimizer, "name", ""), sorted(form)
 
 
-def encode_optimizer(model: str, layout: ServerLayout, present: Any, optimizer: Any) -> bytes:
+def encode_optimizer(model: str, layout: ServerLayout, optimizer: Any) -> bytes:
     """Return the message that changes the optimizer, or raise ConfigError if it is not possible.
 
-    A dedicated server does not have the object `optimizer`. From the name and the settings in the
-    message, it makes an equal optimizer by the method ``like`` of the `present` optimizer.
+    A server that only serves has no such object of its own, so it gets a copy.
     """
     check_server_optimizer(model, optimizer)
     lazy = [tensor.name for tensor in layout.tensors if tensor.lazy]
@@ -41,25 +43,58 @@ def encode_optimizer(model: str, layout: ServerLayout, present: Any, optimizer: 
             f"model {model!r}: rows of {lazy[0]!r} is 'lazy', and this optimizer updates whole "
             "arrays only; give an optimizer of mpidist.optim"
         )
-    facts = optimizer_facts(optimizer)
+    facts, why = optimizer_facts(optimizer), ""
+    told = {"of": "optimizer", "told": _told(optimizer), "digest": _digest(facts)}
     try:
-        text = json.dumps({"of": "optimizer", **_made_of(optimizer)})
-        same = optimizer_facts(decode_optimizer(present, text)) == facts
-    except Exception:  # a user's class may raise any exception
-        same, text = False, ""
-    if not same:
-        raise ConfigError(
-            f"model {model!r}: the servers cannot make this optimizer from its name and settings; "
-            "give one of mpidist.optim, with a number or a schedule of mpidist.optim as lr"
-        )
-    return text.encode()
+        pickled = base64.b64encode(_pickle().dumps(optimizer)).decode()
+        text = json.dumps({**told, "pickled": pickled}).encode()
+        if optimizer_facts(decode_optimizer(text)) == facts:
+            return text
+    except Exception as error:  # of any kind, by a class of the user
+        why = f" ({error})"
+    raise ConfigError(
+        f"model {model!r}: this optimizer cannot be sent to the servers{why}; give one of "
+        "mpidist.optim, with a number or a schedule of mpidist.optim as lr, or one whose class "
+        "stands at the top of a module"
+    )
 
 
-def _made_of(optimizer: Any) -> dict[str, Any]:
-    return {"name": optimizer.name, "settings": dict(optimizer.settings)}
+def _pickle():
+    from mpi4py import MPI  # here, because the settings of a job are checked without MPI
+
+    return MPI.pickle
 
 
-def decode_optimizer(present: Any, text: str | bytes) -> Any:
-    """Return the optimizer that a message describes, made by the method ``like`` of `present`."""
+def _told(optimizer: Any) -> str:
+    """Return an optimizer as text for errors."""
+    settings = getattr(optimizer, "settings", None)
+    if not isinstance(settings, Mapping):
+        return type(optimizer).__qualname__
+    given = ", ".join(f"{key}={shown(value)}" for key, value in settings.items())
+    return f"{getattr(optimizer, 'name', type(optimizer).__qualname__)}({given})"
+
+
+def _digest(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def agreed_part(text: bytes) -> dict[str, Any]:
+    """Return what must be equal in the messages of all workers: not bytes of a pickled object."""
     found = json.loads(text)
-    return present.like(found["name"], found["settings"])
+    found.pop("pickled", None)
+    return found
+
+
+def decode_optimizer(text: str | bytes) -> Any:
+    """Return the optimizer of a message of a worker of this job; nothing is unpickled from a file.
+
+    Raises ProtocolError if this rank cannot make it.
+    """
+    found = json.loads(text)
+    try:
+        return _pickle().loads(base64.b64decode(found["pickled"]))
+    except Exception as error:
+        raise ProtocolError(
+            f"set_optimizer: a server cannot make {found['told']}: {error}; define its class in a "
+            "module that all ranks import"
+        ) from error

@@ -27,7 +27,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -287,3 +287,26 @@ def stale_policy(given) -> Stale:
             "md.ScaleStale(half_life), md.DelayCompensated(lam) or md.MomentumCorrected()"
         )
     return given
+
+
+def update_corrected(
+    shard: Any, gradients: Mapping[str, Any], weight: float, factors: tuple[float, float]
+) -> None:
+    """Update a shard by a factor of the gradients, and leave another one in the velocity.
+
+    The `factors` are those of `MomentumCorrected.corrected`.
+    """
+    factor, kept = factors
+    rows = {key: g if isinstance(g, tuple) else (None, g) for key, g in gradients.items()}
+    scaled = {key: g * g.dtype.type(factor) for key, (_, g) in rows.items()}
+    shard.update(
+        {key: g if rows[key][0] is None else (rows[key][0], g) for key, g in scaled.items()},
+        weight,
+    )
+    for key, (where, gradient) in rows.items():
+        velocity = shard.state["velocity"][key]
+        less = gradient * gradient.dtype.type(factor - kept)
+        if where is None:
+            velocity -= less
+        elif len(where):
+            velocity.reshape(-1, less[0].size)[where] -= less.reshape(len(where), -1)

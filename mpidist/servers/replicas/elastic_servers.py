@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from ..balance.change_shares import AskedShares
 from ..client import Client
 from ..consistency import Consistency
 from ..group import ServerGroup
@@ -11,21 +12,33 @@ from ..link import GroupCall, nothing
 from ..model_facts import KeptModel, Request
 from ..modes.stale_gradients import KeepStale, Stale
 from ..votes import start_votes
+from .elastic_shares import Prepared, change_shares_beside
 
 
 class ElasticServerGroup(ServerGroup):
     """A `ServerGroup` for elastic runs: servers vote, may keep copies, and continue after a death.
 
-    The parameters and attributes are the same as for `ServerGroup`.
+    It has the parameters and attributes of a `ServerGroup`.
+
+    Attributes
+    ----------
+    moved : int
+        How often the servers have got other shares.
+    prepared : Prepared or None
+        What this rank has from the next such change on, which no rank may have made yet.
     """
 
-    def vote(self, copies: bool = False) -> None:
+    moved = 0
+    prepared: Prepared | None = None
+
+    def vote(self, copies: bool = False, shares: Sequence[float] | None = None) -> None:
         """Let servers apply the pushes of a clock only when all servers have them; see `votes`.
 
-        With `copies`, each server also keeps copies of the previous server's shards (`replicas`).
-        They are equal to the shards after `fill_copies`. Collective over `comm`, before the first
-        `add`.
+        With `copies`, each server also keeps a copy of the shards of the one before (`replicas`),
+        which is equal after `fill_copies`. `shares` are those of the servers, in their order, with
+        a sum of 1. Collective over `comm`, before the first `add`.
         """
+        self.shares = self.shares if shares is None else list(shares)
         self.replicated = copies and len(self.server_ranks) > 1
         self.votes = len(self.server_ranks) > 1
         start_votes(self._server, self.server_ranks, copies)
@@ -36,6 +49,16 @@ class ElasticServerGroup(ServerGroup):
         if server is not None and server.copies is not None:
             with GroupCall(self.link, "fill_copies"), self.link.serving(nothing):
                 server.copies.fill(server.models.index(self._hosted(name)))
+
+    def _change_shares(self, given: AskedShares | None) -> None:
+        def prepare(prepared: Prepared) -> None:
+            self.prepared = prepared
+
+        members = self._members()._replace(elastic=True, copied=self.replicated)
+        now = change_shares_beside(members, given, prepare)
+        if now is not None:
+            self._use_shares(now)
+            self.prepared, self.moved = None, self.moved + 1
 
     def add_again(
         self,

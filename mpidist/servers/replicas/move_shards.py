@@ -17,57 +17,57 @@ from ..layout.placement import ServerLayout
 from ..layout.routing import ShardPart, data_bytes, views, whole_parts
 from ..layout.row_selection import Selection
 from ..shards import ServerShard
-from .repartition import Move
+from .after_death import Move
 from .shard_ranges import shared_ranges
 
 _PIECE = 1 << 30  # bytes of one message
-_MOVE_TAG, _PUSH_TAG = 11, 12
+MOVE_TAG, _PUSH_TAG = 11, 12
 
 
 class Messages:
     """Posts sends and receives, and waits for all of them later."""
 
-    def __init__(self, comm: MPI.Intracomm, tag: int):
-        self._comm, self._tag = comm, tag
-        self._requests: list[MPI.Request] = []
-        self._memory: list[np.ndarray] = []
+    def __init__(self, comm: MPI.Comm, tag: int):
+        self.comm, self._tag = comm, tag
+        self.requests: list[MPI.Request] = []
+        self.memory: list[np.ndarray] = []
 
     def send(self, array: np.ndarray, rank: int) -> None:
         """Begin to send a contiguous array, which must not change before `wait` returns."""
-        self._post(self._comm.Isend, array, rank)
+        self._post(self.comm.Isend, array, rank)
 
     def receive(self, array: np.ndarray, rank: int) -> None:
         """Begin to receive into a contiguous array."""
-        self._post(self._comm.Irecv, array, rank)
+        self._post(self.comm.Irecv, array, rank)
 
     def _post(self, call: Callable[..., MPI.Request], array: np.ndarray, rank: int) -> None:
         raw = array.view(np.uint8)
-        self._memory.append(raw)
+        self.memory.append(raw)
         for start, stop in pieces(0, raw.size, _PIECE):
-            self._requests.append(call([raw[start:stop], MPI.BYTE], rank, self._tag))
+            self.requests.append(call([raw[start:stop], MPI.BYTE], rank, self._tag))
 
     def wait(self) -> None:
-        """Wait for all sends and receives. Raises RankFailure if a rank has died."""
-        wait_for(self._requests, *self._memory)
+        """Wait for all of them. Raises RankFailure if a rank has died."""
+        wait_for(self.requests, *self.memory)
 
 
 def move_shards(
-    comm: MPI.Intracomm,
+    messages: Messages,
     moves: Sequence[Move],
     old: tuple[ServerLayout, Mapping[int, ServerShard]],
     new: tuple[ServerLayout, Mapping[int, ServerShard]],
 ) -> None:
-    """Fill the new shards of all ranks. Collective over `comm`, with the same `moves`.
+    """Begin to fill the new shards of all ranks. Collective, with the same `moves`.
 
-    `old` and `new` are pairs (layout, shards), in which `shards` maps the numbers of servers to the
-    shards of this rank.
+    The shards are full when the caller has waited for `messages`. `old` and `new` have the layouts,
+    and the shards of this rank by the numbers of their servers.
     """
     (old_layout, giving), (new_layout, filling) = old, new
-    messages = Messages(comm, _MOVE_TAG)
+    me = messages.comm.rank
     for source, target, i, j in moves:
-        # Data go directly from the old arrays into the new arrays, which are not in use yet.
-        given = shared_ranges(giving[i], new_layout, j) if comm.rank == source else ()
-        wanted = shared_ranges(filling[j], old_layout, i) if comm.rank == target else ()
+        # Straight from the old arrays into the new ones, which nobody uses yet.
+        given = shared_ranges(giving[i], new_layout, j) if me == source else ()
+        wanted = shared_ranges(filling[j], old_layout, i) if me == target else ()
         if source == target:
             for from_, to in zip(given, wanted, strict=True):
                 to[...] = from_
@@ -76,7 +76,6 @@ def move_shards(
                 messages.send(array, target)
             for array in wanted:
                 messages.receive(array, source)
-    messages.wait()
 
 
 def complete_pushes(

@@ -72,8 +72,13 @@ class ShardCopies:
 
     @property
     def pending(self) -> bool:
-        """Whether the next server may not have all updates, or the previous one may send more."""
-        return self._asked > self._acknowledged or not self._heard_end
+        """Whether the next server may lack updates, or the server before may send more."""
+        return self.behind or not self._heard_end
+
+    @property
+    def behind(self) -> bool:
+        """Whether the next server may lack updates that are applied at once."""
+        return self._asked > self._acknowledged
 
     # -- this server's shard ---------------------------------------------------------------
 

@@ -40,7 +40,7 @@ from ..feed import beside
 from .allreduce_exchange import check_in_place
 from .evaluation import WholeModel
 from .pipeline_exchange import Untimed
-from .server_exchange import Agreement
+from .stop_agreement import Agreement
 
 #: Exchanges that an error has ended. They are kept, because MPI may still write into their buffers.
 _ended: list = []

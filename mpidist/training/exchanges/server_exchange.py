@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 
 from ... import events
 from ...checkpoint.format.state import Shard
@@ -24,7 +23,6 @@ from ...gradients.flat_views import flat_views
 from ...partition import BlockPartition
 from ...runtime.agreement.run_on_all import run_on_all
 from ...runtime.elastic_requests import tester
-from ...runtime.polling import wait_until
 from ...runtime.ulfm import is_death, keep_alive
 from ...servers.group import ServerGroup
 from ...servers.model_facts import KeptModel
@@ -34,6 +32,7 @@ from ..feed import beside
 from .allreduce_exchange import check_in_place
 from .evaluation import WholeModel
 from .rare_exchange import RareExchange
+from .stop_agreement import Agreement
 from .worker_times import OwnTimes, Times
 
 MODEL = "model"
@@ -60,6 +59,10 @@ class Kept(NamedTuple):
     ----------
     servers : sequence of int
         The ranks of the servers.
+    weights : sequence of float or None
+        Their shares of the model, with a sum of 1; None without an elastic run.
+    placement : str or sequence of int
+        As for `ServerGroup`.
     model : KeptModel or None
         The model on the servers; None at the beginning.
     pending : Pending or None
@@ -73,16 +76,21 @@ class Kept(NamedTuple):
     clock : int or None
         The clock after which all workers stop, if they have agreed to stop.
     newcomer : bool
-        Whether this worker joins a run in which other workers have already worked.
+        Whether this worker begins in a run in which others have worked before.
+    looked : int
+        The clock at whose beginning the workers have rebalanced the servers' shares last.
     """
 
     servers: Sequence[int]
+    weights: Sequence[float] | None = None
+    placement: str | Sequence[int] = "dedicated"
     model: KeptModel | None = None
     pending: Pending | None = None
     shares: Sequence[tuple[int, int, int]] = ()
     ahead: int = 0
     clock: int | None = None
     newcomer: bool = False
+    looked: int = 0
 
 
 class Served(WholeModel):
@@ -95,17 +103,18 @@ class Served(WholeModel):
 
     def __init__(self, comm, model, optimizer, strategy, kept: Kept | None = None, **settings: Any):
         self.comm, self.model = comm, model
-        self.kept = Kept(strategy.servers) if kept is None else kept
         self.elastic = kept is not None
-        roles = {"servers": self.kept.servers, "placement": strategy.placement}
+        self.kept = Kept(strategy.servers, None, strategy.placement) if kept is None else kept
+        roles: dict[str, Any] = {"servers": self.kept.servers, "placement": self.kept.placement}
         roles["checksums"] = strategy.checksums
         self.group: Any
         if self.elastic:
             self.group = ElasticServerGroup(comm, **roles)
-            self.group.vote(strategy.keeps_copies)
+            self.group.vote(strategy.keeps_copies, self.kept.weights)
         else:
             self.group = ServerGroup(comm, **roles)
         self.dedicated, self._rebalance = not self.group.is_worker, strategy.rebalance
+        self.looked = self.kept.looked
         self.agreement: Any = None
         try:
             settings |= {"nonfinite": strategy.nonfinite, "stale": strategy.stale}
@@ -204,6 +213,7 @@ class Served(WholeModel):
         If the data source does not answer, this worker waits without a time limit, and the others
         continue. While this worker waits for data, it answers the requests of the other ranks.
         """
+        self._rebalance_shares()
         if self.pending is not None:
             return self._take_up(self.pending)
         start, stop = self.part(len(indices), self.kept.ahead + self.client.finished)
@@ -220,6 +230,16 @@ class Served(WholeModel):
             for gradient in self.gradients.values():
                 gradient[...] = 0
         return loss, samples
+
+    def _rebalance_shares(self) -> None:
+        """Look how busy the servers are, at the beginning of every so many clocks.
+
+        Nothing of the step has been done then, so a death in this call breaks off no step.
+        """
+        clock, policy = self.client.finished, self._rebalance
+        if policy is not None and clock > self.looked and clock % policy.every == 0:
+            self.group.rebalance(policy)
+            self.looked = clock
 
     def _take_up(self, pending: Pending) -> tuple[float, int]:
         """Continue an interrupted step with the kept gradients; return (loss, samples)."""
@@ -271,8 +291,6 @@ class Served(WholeModel):
             self.client.repeat_push_pull(self.gradients, out=out, samples=samples, known=known)
             self.pending = None
         self.sent = False
-        if self._rebalance is not None and self.client.finished % self._rebalance.every == 0:
-            self.group.rebalance(self._rebalance)
 
     def passed_over(self) -> int:
         """Return how many steps this worker has skipped since the last call, because it was late.
@@ -371,75 +389,3 @@ class Served(WholeModel):
 
 def _pieces(triples, shapes) -> dict:
     return {name: Shard(array, shapes[name], int(start)) for name, start, array in triples}
-
-
-class Agreement:
-    """Workers agree on a clock (a number of finished steps) after which all of them stop.
-
-    A worker that wants to stop sends a message to all others. Each worker then proposes a clock
-    that it has not passed yet: its own clock plus some slack. A nonblocking allreduce computes the
-    maximum of the proposals. In the meantime each worker continues, at most to its own proposed
-    clock. All workers stop after the largest proposed clock. A worker waits if it reaches its
-    own proposed clock before the maximum is known. Waiting for the maximum cannot deadlock, because
-    each worker checks for messages (`listen`) after every step and in every wait. A worker that has
-    finished its last step proposes a clock after this step, so all workers then do all their steps.
-    """
-
-    _TAG = 7
-
-    def __init__(
-        self,
-        workers: MPI.Comm,
-        slack: int,
-        progress: Callable[[], object],
-        reached: int = 0,
-        clock: int | None = None,
-    ):
-        self.comm, request = workers.Idup()
-        wait_until(request.Test)
-        self.slack, self.progress = slack, progress
-        self.clock = clock
-        self._reached, self._limit = reached, 0
-        self._named: np.ndarray | None = None
-        self._request = MPI.REQUEST_NULL
-        self._notes: list = []
-
-    def at(self, clock: int, wish: bool) -> bool:
-        """Return whether all workers stop after `clock` steps. Call this method once per step."""
-        self._reached = clock
-        if self.clock is None:
-            self.listen(wish)
-            if self._named is not None:
-                if clock >= self._limit:
-                    self.wait(self._request.Test)
-                if self._request.Test():
-                    self.clock = int(self._named[0])
-        return self.clock is not None and clock >= self.clock
-
-    def listen(self, wish: bool = False) -> None:
-        """If a worker wants to stop, propose after which step all stop. Returns at once."""
-        if self._named is None and (wish or self.comm.Iprobe(MPI.ANY_SOURCE, self._TAG)):
-            others = (rank for rank in range(self.comm.size) if rank != self.comm.rank)
-            self._notes = [self.comm.Isend([b"", MPI.BYTE], r, self._TAG) for r in others]
-            self._name(self._reached + self.slack)
-
-    def _name(self, clock: int) -> None:
-        self._limit = clock
-        self._named = np.array([clock], np.int64)
-        self._request = self.comm.Iallreduce(MPI.IN_PLACE, self._named, MPI.MAX)
-
-    def wait(self, test: Callable[[], bool]) -> None:
-        """Wait until ``test()`` is true, and answer the requests of other ranks while waiting."""
-        wait_until(lambda: test() or (self.progress(), False)[1])
-
-    def close(self) -> None:
-        """Receive all remaining messages and free the communicator. Collective over the workers."""
-        if self._named is None:
-            self._name(0)  # other workers may have begun the allreduce, which needs all workers
-        self.wait(self._request.Test)
-        told = np.array([bool(self._notes)], np.int64)
-        self.wait(self.comm.Iallreduce(MPI.IN_PLACE, told, MPI.SUM).Test)
-        for _ in range(int(told[0]) - bool(self._notes)):
-            self.comm.Recv([bytearray(1), 0, MPI.BYTE], MPI.ANY_SOURCE, self._TAG)
-        MPI.Request.Waitall(self._notes)
-        self.comm.Free()

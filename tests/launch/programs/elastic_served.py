@@ -9,11 +9,14 @@ while it waits for rank 0 in the clock), "saving", "saved", or "closing" (in the
 copies on servers: "forwarded" (a server has forwarded so many updates), "received" (it has got so
 many updates and acknowledgements), "meets", "moving", "moved" (in its n-th repair: at its
 beginning, before and after it has sent its partitions), or "opened" (after so many openings of the
-exchange).
+exchange). With other shares every few clocks: "dividing", "filling", "filled", "committing" (in its
+n-th change of shares: at its beginning, before and after a server has sent its parts, and when all
+ranks have their parts), or "telling" (rank 0 has told only one other rank that all have them).
 
-Of the settings, "stop" is [worker, step], in whose callback the worker gets a SIGTERM; "raises" is
-the number of steps after which all workers raise; "rejects" is [worker, steps]: after so many
-steps, the worker's model rejects the first sample that it gets in each attempt.
+Of the settings, "shares" has pairs of rank and share, and the shares change places every so many
+clocks as "every" says; "stop" is [worker, step], in whose callback the worker gets a SIGTERM;
+"raises" is the number of steps after which all workers raise; "rejects" is [worker, steps]: after
+so many steps, the worker's model rejects the first sample that it gets in each attempt.
 """
 
 import json
@@ -30,13 +33,16 @@ from mpi4py import MPI
 import mpidist as md
 from mpidist.servers.client import Client
 from mpidist.servers.group import ServerGroup
+from mpidist.servers.link import Link
+from mpidist.servers.replicas import elastic_shares
+from mpidist.servers.replicas.elastic_servers import ElasticServerGroup
 from mpidist.servers.replicas.shard_copies import ShardCopies
 from mpidist.servers.server import Hosted, Server
 from mpidist.servers.votes import Votes
 from mpidist.servers.wire.bound_push_pull import BoundExchange
 from mpidist.servers.wire.client_requests import ClientRequests
-from mpidist.training.exchanges import replicated_servers
-from mpidist.training.exchanges.replicated_servers import ReplicatedServers
+from mpidist.training.exchanges.carried import replicated_servers
+from mpidist.training.exchanges.carried.replicated_servers import ReplicatedServers
 
 SAMPLES, BATCH = 120, 24
 folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -81,11 +87,43 @@ patch(ReplicatedServers, "bring_up_to_date", "meets", before=True)
 patch(ReplicatedServers, "open", "opened")
 for moment in ("moving", "moved"):
     patch(replicated_servers, "move_shards", moment, before=moment == "moving")
+patch(ElasticServerGroup, "_change_shares", "dividing", before=True)
+patch(Hosted, "use_shards", "committing", before=True)
+for moment in ("filling", "filled"):
+    patch(elastic_shares, "move_shards", moment, before=moment == "filling")
 patch(Votes, "released", "voted", lambda self, model, actions: max(
     (each.clock for each in actions if hasattr(each, "clock")), default=-1))  # fmt: skip
 patch(ServerGroup, "close", "closing", before=True)
 patch(md.CheckpointStore, "save", "saving", lambda self, step, state: step, before=True)
 patch(md.CheckpointStore, "save", "saved", lambda self, step, state: step)
+
+
+def tell(self, ranks, tag, data, give=Link._give):
+    """On rank 0: tell one rank only, and die, if that is asked for."""
+    if asking and "parts are there" in asking[-1]:
+        calls["telling"] = calls.get("telling", 0) + 1
+        if [str(me), str(calls["telling"]), "telling"] in deaths:
+            give(self, ranks[-1:], tag, data)
+            os.kill(os.getpid(), signal.SIGKILL)
+    give(self, ranks, tag, data)
+
+
+def ask(self, doing, *args, usual=Link.run_on_all):
+    asking.append(doing)
+    try:
+        return usual(self, doing, *args)
+    finally:
+        asking.pop()
+
+
+Link._give, Link.run_on_all, asking = tell, ask, []
+
+
+class Turns(md.Rebalance):
+    """Other shares at each look: those of the servers change places."""
+
+    def follow(self, shares, since):
+        return [shares[-1], *shares[:-1]]
 
 
 def remember(kind, where):
@@ -145,9 +183,12 @@ def log(report):
 
 modes = {"bsp": md.BSP(), "asp": md.ASP(), "ssp": md.SSP(2), "ssp0": md.SSP(0)}
 modes["dssp"] = md.DSSP(1, 2)
+servers = dict(settings["shares"]) if "shares" in settings else settings.get("servers", 1)
+every = settings.get("every")
 strategy = md.ParameterServer(
-    settings.get("servers", 1), modes[settings.get("mode", "bsp")],
+    servers, modes[settings.get("mode", "bsp")],
     settings.get("placement", "dedicated"), replicas=settings.get("replicas", 0),
+    rebalance=None if every is None else Turns(every),
 )  # fmt: skip
 saves = {"checkpoint": folder / "saved", "checkpoint_every": 5} if settings.get("save") else {}
 if "rejects" in settings:

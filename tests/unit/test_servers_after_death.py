@@ -7,7 +7,7 @@ import pytest
 
 import mpidist as md
 from mpidist.servers.layout.placement import place_tensors
-from mpidist.servers.replicas.repartition import (
+from mpidist.servers.replicas.after_death import (
     Held,
     Move,
     holders,
@@ -31,7 +31,7 @@ SPECS = {
     "a": ((97, 5), "f4"), "b": ((3,), "f8"), "c": ((64,), "f2"), "d": ((), "f4"),
     "e": ((0, 4), "f4"),
 }  # fmt: skip
-ADAM = md.optim.adam(0.01)
+ADAM = md.optim.adam(0.01, eps=1e-4)
 RNG = np.random.default_rng(7)
 #: Each element of a tensor has its own number in each kind of array.
 WHOLE = {

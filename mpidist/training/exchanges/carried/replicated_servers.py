@@ -18,27 +18,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
 
-from ... import events
-from ...runtime.agreement.run_on_all import run_on_all
-from ...servers.layout.placement import ServerLayout, place_tensors
-from ...servers.replicas import repartition
-from ...servers.replicas.move_shards import complete_pushes, move_shards
-from ...servers.replicas.repartition import Held, Holder
-from ...servers.replicas.shard_ranges import set_scalars
-from ...servers.shards import ServerShard
-from .carried_servers import CarriedServers
-from .server_exchange import Pending
-
-
-class _Prepared(NamedTuple):
-    """The new state of a rank, which becomes valid at its commit."""
-
-    generation: int
-    held: Held | None
-    servers: list[int]
-    pending: Pending | None
+from .... import events
+from ....runtime.agreement.run_on_all import run_on_all
+from ....servers.layout.placement import ServerLayout, place_tensors
+from ....servers.replicas import after_death
+from ....servers.replicas.after_death import Held, Holder
+from ....servers.replicas.move_shards import MOVE_TAG, Messages, complete_pushes, move_shards
+from ....servers.replicas.shard_ranges import set_scalars
+from ....servers.shards import ServerShard
+from .carried_servers import CarriedServers, NextPartition
+from .server_roles import Shares
 
 
 class ReplicatedServers(CarriedServers):
@@ -46,10 +36,8 @@ class ReplicatedServers(CarriedServers):
 
     def __init__(self, given, name: str, strategy, ranks: int):
         super().__init__(given, name, strategy, ranks)
-        self._generation = 0
-        self._held: Held | None = None  # the shard and the copy of this rank in this generation
-        self._held_by: list[int] = []  # the servers of this generation; empty before the first one
-        self._prepared: _Prepared | None = None
+        self._held: Held | None = None  # by this rank, in this generation
+        self._held_by = Shares()  # the servers of this generation; empty if nobody serves yet
 
     def restore(self, run, resume, retry_bad: bool, handed: str) -> None:
         """Restore `run` from the newest checkpoint, and fill the copies. Collective."""
@@ -63,30 +51,23 @@ class ReplicatedServers(CarriedServers):
         exchange = self._exchange
         step = super().note_state()
         if exchange is not None:
-            self._held_by = [self._numbers[k] for k in exchange.group.server_ranks]
-            self._held = None
-            if self._served is not None:
-                self._held = _held(self._served, self._served_workers)
+            self._held_by = self._weights
+            self._held = None if self._served is None else self._held_now()
         return step
 
     def check_living(self, ranks: Sequence[int]) -> None:
-        """Choose the servers among `ranks`. `bring_up_to_date` finds out which shards exist."""
-        self._choose_roles(ranks)
+        """Choose the servers among `ranks`; their shards are looked for in `bring_up_to_date`."""
+        self._begin_roles()
+        self._roles.choose(ranks)
 
-    def bring_up_to_date(self, comm, step: int) -> int:
-        """Decide with the living ranks how the run goes on; return the newest step. Collective."""
-        doing = "md.train: the layout of the servers"
-        newest = run_on_all(comm, doing, lambda: self._generation, max)
-        if self._prepared is not None and self._prepared.generation == newest > self._generation:
-            self._commit(self._prepared)
-        elif self._generation < newest:  # a spare, or a rank that goes back with the others
-            self._generation, self._held, self._served, self._held_by = newest, None, None, []
-        self._prepared = None
-        return super().bring_up_to_date(comm, step)
+    def _go_through(self, comm) -> None:
+        super()._go_through(comm)
+        if not self._weights:  # a spare, or a rank that goes back with the others
+            self._held, self._held_by = None, {}
 
-    def _commit(self, prepared: _Prepared) -> None:
-        self._generation, self._held, self._held_by, self._pending = prepared
-        self._served = None
+    def _commit(self, prepared: NextPartition) -> None:
+        self._generation, self._held, self._weights, self._pending = prepared
+        self._held_by, self._served = self._weights, None
 
     def _more_facts(self) -> dict:
         pending = self._pending
@@ -102,12 +83,12 @@ class ReplicatedServers(CarriedServers):
 
     def _lost_now(self, everyone: list[dict]) -> Collection[int]:
         servers = _servers_before(everyone)
-        there = repartition.holders([one["served"] for one in everyone])
+        there = after_death.holders([one["served"] for one in everyone])
         return [rank for number, rank in enumerate(servers) if number not in there]
 
     def _forget_served(self) -> None:
         self._generation += 1
-        self._held, self._held_by = None, []
+        self._held, self._held_by = None, {}
 
     def _who_knows(self, served: list[dict], me: int) -> Collection[int]:
         # `_continue` decides this for all servers at the commit; before, nothing changes.
@@ -119,36 +100,38 @@ class ReplicatedServers(CarriedServers):
         super()._continue(comm, everyone, newest)
         model = self._kept.model
         assert model is not None
-        facts, now = [one["served"] for one in everyone], self._servers
+        facts = [one["served"] for one in everyone]
         before = _servers_before(everyone)
+        now = self._roles.shares(before)
+        servers = [*now]
         if self._held is not None:
             self._held.applied = model.applied
-        giving = repartition.holders(facts)
-        current = repartition.up_to_date(facts, self._holds)
+        giving = after_death.holders(facts)
+        current = after_death.up_to_date(facts, self._holds)
         torn = [] if self._holds else self._torn(everyone, giving)
         for _, _, number in torn:
             for rank, here in enumerate(current):
                 if rank != giving[number].rank:
                     here.discard(number)
-        self._complete(comm, torn, everyone, self._layout(len(before)))
+        self._complete(comm, torn, everyone, self._layout(before))
         ranks = self._ranks()
-        wanted = repartition.targets([ranks.index(server) for server in now])
-        filled = self._move(comm, wanted, giving, current, before)
+        wanted = after_death.targets([ranks.index(server) for server in servers])
+        filled = self._move(comm, wanted, giving, current, (before, now))
         pending = self._kept.pending
         if pending is not None:
             pending = pending._replace(known=range(len(now)))
         held, me = None, ranks[comm.rank]
         if me in now:
-            number = now.index(me)
+            number = servers.index(me)
             clocks = dict(zip((r for r in ranks if self._works(r)), model.clocks, strict=True))
             copy = filled[(number - 1) % len(now)] if len(now) > 1 else None
             held = Held(number, filled[number], copy, clocks, {**clocks}, [0, 0], model.applied)
             model = model._replace(shard=held.shard, copy=copy)
         self._kept = self._kept._replace(model=model, pending=pending)
-        self._prepared = _Prepared(self._generation + 1, held, [*now], pending)
+        self._prepared = NextPartition(self._generation + 1, held, now, pending)
         run_on_all(comm, "md.train: all partitions are there", lambda: None)
         self._commit(self._prepared)
-        self._tell(comm, before, giving)
+        self._tell(comm, [*before], giving)
 
     def _torn(self, everyone: list[dict], giving: dict[int, Holder]) -> list[tuple[int, int, int]]:
         """Return (worker, holder, server) for each part of a push that is missing in a shard."""
@@ -174,10 +157,16 @@ class ReplicatedServers(CarriedServers):
         gradients = {} if self._pending is None else self._pending.gradients
         complete_pushes(comm, torn, layout, gradients, apply)
 
-    def _move(self, comm, wanted, giving, current, before: list[int]) -> dict[int, ServerShard]:
-        """Return the new shard and the new copy of this rank: number -> shard. Collective."""
-        old, new = self._layout(len(before)), self._layout(len(self._servers))
-        same = before == self._servers
+    def _move(
+        self, comm, wanted, giving, current, shares: tuple[Shares, Shares]
+    ) -> dict[int, ServerShard]:
+        """Return the new shard and copy of this rank by their numbers. Collective.
+
+        `shares` are those before, and those of now.
+        """
+        old, new = map(self._layout, shares)
+        before, now = shares
+        same = [*before.items()] == [*now.items()]
         holding = {} if self._held is None else self._held.shards()
         moved = [one for one in wanted if not (same and one[1] in current[one[0]])]
         filled, new_ones = {}, {}
@@ -187,8 +176,12 @@ class ReplicatedServers(CarriedServers):
                     optimizer = next(iter(holding.values())).optimizer
                     new_ones[number] = ServerShard(new, number, optimizer, {}, 0)
                 filled[number] = new_ones.get(number) or holding[number]
-        moves = repartition.moves(old, new, moved, giving, current)
-        move_shards(comm, moves, (old, holding), (new, new_ones))
+        moves, messages = (
+            after_death.moves(old, new, moved, giving, current),
+            Messages(comm, MOVE_TAG),
+        )
+        move_shards(messages, moves, (old, holding), (new, new_ones))
+        messages.wait()
         if moved:
             mine = None if self._held is None else self._held.scalars()
             scalars = run_on_all(comm, "md.train: scalars of the optimizer", lambda: mine, list)
@@ -200,9 +193,9 @@ class ReplicatedServers(CarriedServers):
                 set_scalars(shard, values)
         return filled
 
-    def _layout(self, servers: int) -> ServerLayout:
-        arrays = self.given["model"].parameters
-        return place_tensors({name: (a.shape, a.dtype) for name, a in arrays.items()}, servers)
+    def _layout(self, shares: Shares) -> ServerLayout:
+        specs = {name: (a.shape, a.dtype) for name, a in self.given["model"].parameters.items()}
+        return place_tensors(specs, [*shares.values()])
 
     def _tell(self, comm, before: list[int], giving: dict[int, Holder]) -> None:
         """Emit an event and print a line for each copy that has replaced a lost shard."""
@@ -218,19 +211,5 @@ class ReplicatedServers(CarriedServers):
                 print(f"mpidist: {text}{self._name(living)}", file=sys.stderr, flush=True)
 
 
-def _servers_before(everyone: list[dict]) -> list[int]:
-    return next((one["servers"] for one in everyone if one["servers"]), [])
-
-
-def _held(served: tuple[Any, Any], workers: Sequence[int]) -> Held:
-    server, hosted = served
-    copies = server.copies
-    return Held(
-        server.index,
-        hosted.shard,
-        hosted.copy,
-        dict(zip(workers, hosted.gate.clocks, strict=True)),
-        {} if copies is None else dict(zip(workers, hosted.copied, strict=True)),
-        [0, 0] if copies is None else [copies.sent, copies.received],
-        hosted.applied,
-    )
+def _servers_before(everyone: list[dict]) -> Shares:
+    return next((one["servers"] for one in everyone if one["servers"]), {})

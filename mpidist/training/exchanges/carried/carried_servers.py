@@ -24,18 +24,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from ... import events
-from ...elasticity.evict_on_exception import EvictOnException
-from ...elasticity.peer_state import NOTHING
-from ...errors import NoCheckpoint, RankFailure
-from ...runtime.agreement.run_on_all import run_on_all
-from ...servers.layout.roles import choose_ranks, ranks_asked
-from ...servers.model_facts import KeptModel
-from ..elastic_run import Carried
-from ..run_state import without_losses
-from .server_exchange import MODEL, Kept, Pending
+from .... import events
+from ....elasticity.elastic_group import host
+from ....elasticity.evict_on_exception import EvictOnException
+from ....elasticity.peer_state import NOTHING
+from ....errors import NoCheckpoint, RankFailure
+from ....runtime.agreement.run_on_all import run_on_all
+from ....servers.model_facts import KeptModel
+from ....servers.replicas.after_death import Held
+from ...elastic_run import Carried
+from ...run_state import without_losses
+from ..server_exchange import MODEL, Kept, Pending
+from .server_roles import ServerRoles, Shares
+
+
+class NextPartition(NamedTuple):
+    """What a rank has from its commit on; `held` is None on a rank that is no server."""
+
+    generation: int
+    held: Held | None
+    weights: Shares
+    pending: Pending | None
+
 
 _GIVE = "give checkpoint=..., from which the run can go on"
 
@@ -51,10 +64,13 @@ class CarriedServers(Carried):
 
     def __init__(self, given, name: str, strategy, ranks: int):
         super().__init__(given, name)
-        self._placement, self._holds = strategy.placement, strategy.consistency.holds
-        asked = ranks_asked(strategy.servers)
-        self._servers, _ = choose_ranks(ranks, asked, strategy.placement)
-        self._lost: list[int] = []  # dead servers whose shards are not yet restored
+        self._holds = strategy.consistency.holds
+        self._roles, self._size = ServerRoles(strategy, ranks), ranks
+        # How often the model was divided anew, and the shares of all servers since then; and what
+        # this rank has from the next time on.
+        self._generation, self._weights = 0, Shares()
+        self._prepared: NextPartition | None = None
+        self._lost: list[int] = []  # dead servers whose shards are not restored yet
         self._exchange: Any = None
         self._began = self._newcomer = self._goes_back = False
         self._newest = 0  # the step of the fastest worker
@@ -65,6 +81,7 @@ class CarriedServers(Carried):
         self._served: Any = None
         self._served_workers: list[int] = []
         self._clock, self._ahead, self._stop = 0, 0, None
+        self._looked = 0
         self._shares: Sequence[tuple[int, int, int]] = ()
         self._share: tuple[int, int] | None = None
         self._pending: Pending | None = None
@@ -76,12 +93,16 @@ class CarriedServers(Carried):
         """Return None: this run keeps no copies in memory."""
 
     def open(self, strategy, comm, asked, settings):
-        """Open the exchange with the kept shards and facts. Collective."""
+        """Open the exchange, with what the servers and workers have kept. Collective."""
+        self._begin_roles()
         self._numbers = ranks = self._ranks()
-        servers = [ranks.index(rank) for rank in self._servers]
-        kept = Kept(servers) if self._facts is None else self._kept._replace(servers=servers)
-        # Set now, because some workers may do a step before other ranks have come here.
-        if not self._only_serves():
+        shares = self._roles.shares(self._weights)
+        kept = (Kept(()) if self._facts is None else self._kept)._replace(
+            servers=[ranks.index(rank) for rank in shares],
+            weights=[*shares.values()],
+            placement=self._roles.placement(ranks),
+        )
+        if not self._only_serves():  # noted now, for workers may do a step before all are here
             workers = [k for k, rank in enumerate(ranks) if self._works(rank)]
             self._shares, self._share = kept.shares, (len(workers), workers.index(comm.rank))
         self._exchange = strategy.open(comm, asked.model, asked.optimizer, kept=kept, **settings)
@@ -155,6 +176,7 @@ class CarriedServers(Carried):
         if exchange is not None:
             self._served = exchange.served
             self._served_workers = [self._numbers[k] for k in exchange.group.worker_ranks]
+            self._looked = exchange.looked
         if exchange is not None and run is not None and not exchange.dedicated:
             self._facts = run.facts_to_carry([])
             self._facts["found"] = run.quarantine.found
@@ -163,27 +185,55 @@ class CarriedServers(Carried):
             self._ahead = run.step - self._clock
             self._pending, self._stop = exchange.unfinished(), exchange.agreement.clock
             self._newest = run.step
+        if exchange is not None:
+            self._note_shares(exchange.group)
         return self.step
+
+    def _note_shares(self, group) -> None:
+        """Note the shares of the servers, and those that this rank was about to use."""
+
+        def numbered(shares: Sequence[float]) -> Shares:
+            ranks = (self._numbers[k] for k in group.server_ranks)
+            return dict(zip(ranks, shares, strict=True))
+
+        self._generation += group.moved
+        self._weights = numbered(group.shares)
+        if group.prepared is not None:
+            shares, parts = group.prepared
+            held = None
+            if self._served is not None:
+                shard, copy = parts[MODEL]
+                held = replace(self._held_now(), shard=shard, copy=copy)
+            shares = numbered(shares)
+            self._prepared = NextPartition(self._generation + 1, held, shares, self._pending)
+
+    def _held_now(self) -> Held:
+        """Return what this server holds."""
+        (server, hosted), copies = self._served, self._served[0].copies
+        workers = self._served_workers
+        return Held(
+            server.index,
+            hosted.shard,
+            hosted.copy,
+            dict(zip(workers, hosted.gate.clocks, strict=True)),
+            {} if copies is None else dict(zip(workers, hosted.copied, strict=True)),
+            [0, 0] if copies is None else [copies.sent, copies.received],
+            hosted.applied,
+        )
 
     def check_living(self, ranks: Sequence[int]) -> None:
         """Choose the servers among the living `ranks`; raise RankFailure if the run must end.
 
         All living ranks, also the spares, call this function with the same ranks.
         """
-        lost = [rank for rank in self._servers if rank not in ranks]
+        self._begin_roles()
+        lost = [rank for rank in self._roles.servers if rank not in ranks]
         self._lost = sorted({*self._lost, *lost})
         if lost:
             who = f"{', '.join(map(self._name, lost))} died, and with it the partitions it served"
             if self.given["checkpoint"] is None:
                 raise RankFailure(f"{who}; {_GIVE}")
-        self._choose_roles(ranks)
-
-    def _choose_roles(self, ranks: Sequence[int]) -> None:
-        """Choose the servers among `ranks`; raise RankFailure if no worker is left."""
-        # If no server is left, the last rank becomes one.
-        self._servers = [rank for rank in self._servers if rank in ranks] or [ranks[-1]]
-        if self._placement == "dedicated" and {*ranks} <= {*self._servers}:
-            raise RankFailure("all workers died; a run with parameter servers needs one")
+        self._roles.choose(ranks)
 
     def bring_up_to_date(self, comm, step: int) -> int:
         """Decide with the living ranks how the run goes on; return the newest step. Collective.
@@ -191,7 +241,10 @@ class CarriedServers(Carried):
         Returns `NOTHING` if no rank knows the step of the run, because all workers have died and
         spares have replaced them.
         """
+        self._go_through(comm)
         mine = {
+            "weights": self._weights,
+            "looked": self._looked,
             "idle": step == NOTHING or self._only_serves(),
             "lost": self._lost if self._began else [],
             "began": self._began,
@@ -204,6 +257,7 @@ class CarriedServers(Carried):
             **self._more_facts(),
         }
         everyone = run_on_all(comm, "md.train: servers and workers", lambda: mine, list)
+        self._weights = next(one["weights"] for one in everyone if one["weights"])
         begun = [one for one in everyone if one["facts"] is not None]
         lost = sorted({*self._lost_now(everyone), *(r for one in everyone for r in one["lost"])})
         if not lost and all(one["idle"] for one in everyone):
@@ -213,11 +267,27 @@ class CarriedServers(Carried):
             self._goes_back = bool(lost) and (bool(begun) or any(one["began"] for one in everyone))
             self._lost, self._began = lost if self._goes_back else [], self._goes_back
             self._facts = self._served = self._pending = self._stop = None
-            self._shares, self._share = (), None
+            self._shares, self._share, self._looked = (), None, 0
             self._forget_served()
             return -1
         self._continue(comm, everyone, max(begun, key=lambda one: one["clock"]))
         return self._newest
+
+    def _go_through(self, comm) -> None:
+        """Divide the model anew as others have, if some ranks have and some not. Collective."""
+        doing, prepared = "md.train: the layout of the servers", self._prepared
+        newest = run_on_all(comm, doing, lambda: self._generation, max)
+        if prepared is not None and prepared.generation == newest > self._generation:
+            self._commit(prepared)
+        elif self._generation < newest:  # a spare, or a rank that goes back with the others
+            self._generation, self._weights, self._served = newest, {}, None
+        self._prepared = None
+
+    def _commit(self, prepared: NextPartition) -> None:
+        """Use what is prepared from now on."""
+        self._generation, held, self._weights, self._pending = prepared
+        if held is not None:
+            self._served[1].shard = held.shard
 
     def _continue(self, comm, everyone: list[dict], newest: dict) -> None:
         """Decide how this rank goes on, from the facts of all ranks and of the fastest worker."""
@@ -227,7 +297,7 @@ class CarriedServers(Carried):
             server, hosted = self._served
             server.settle(MODEL, applied)
             hosted.applied = applied
-        everywhere = range(len(self._servers))
+        everywhere = range(len(self._roles.servers))
         working = [one for one in everyone if one["facts"] is not None]
         # For clocks before `switch`, batches are still divided in the old way, because a worker
         # (which may be dead now) has already pushed for them.
@@ -253,6 +323,7 @@ class CarriedServers(Carried):
             self._facts["found"] = self._facts["found"][: self._whole]
         self._ahead = ahead = newest["ahead"]
         self._newest = newest["facts"]["step"]
+        self._looked = max(one["looked"] for one in everyone)
         shares = [*self._shares]
         if self._share is not None and not self._holds:
             shares.append((switch + ahead, *self._share))
@@ -262,10 +333,10 @@ class CarriedServers(Carried):
         ]
         shard = None if self._served is None else self._served[1].shard
         stops = [one["stop"] for one in everyone if one["stop"] is not None]
+        model, stop = KeptModel(shard, clocks, applied), max(stops, default=None)
         self._kept = Kept(
-            (), KeptModel(shard, clocks, applied), self._pending, shares, ahead,
-            max(stops, default=None), self._newcomer,
-        )  # fmt: skip
+            (), None, "", model, self._pending, shares, ahead, stop, self._newcomer, self._looked
+        )
 
     def _who_knows(self, served: list[dict], me: int) -> Collection[int]:
         """Return the numbers of the servers that have the unfinished push of this rank, `me`."""
@@ -306,7 +377,14 @@ class CarriedServers(Carried):
         return self.group.name_of(rank)
 
     def _works(self, rank: int) -> bool:
-        return self._placement == "colocated" or rank not in self._servers
+        return self._roles.works(rank)
+
+    def _begin_roles(self) -> None:
+        """Choose the shares of the servers at the beginning of the run."""
+        if not self._roles.known:
+            self._roles.balance([host(self._name(rank)) for rank in range(self._size)])
+        if not self._generation:
+            self._weights = self._weights or self._roles.at_first()
 
     def _only_serves(self) -> bool:
         assert self.group is not None

@@ -1,0 +1,139 @@
+"""Other shares in an elastic run: new parts are made beside the old ones, so a death loses nothing.
+
+    all ranks    agree on the new shares, as in `balance.change_shares`
+    servers      make new shards and new copies, and fill them from the old ones, which stay
+    all ranks    prepared: each of them remembers what it has from the commit on
+    all ranks    know that all are prepared, and commit
+
+If a rank dies before any rank has passed the commit, the old parts are used. If some ranks have
+passed it, all living ranks are prepared, and pass it in the repair: `ElasticServerGroup.moved`
+counts the commits, and tells who has passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from ...errors import ProtocolError
+from ...runtime.elastic_requests import test_all
+from ..balance.change_shares import (
+    DOING,
+    AskedShares,
+    Members,
+    NewShares,
+    divided,
+    finish_sending,
+    plan_shares,
+)
+from ..layout.placement import ServerLayout
+from ..link import Link, nothing
+from ..modes.hosted_model import Hosted
+from ..protocol import VALUES
+from ..server import Server
+from ..shards import ServerShard
+from .after_death import Holder, moves, targets
+from .move_shards import Messages, move_shards
+from .shard_ranges import scalars_of, set_scalars
+
+
+class Prepared(NamedTuple):
+    """What a rank has from its commit on: shares, and as a server (shard, copy) of each model."""
+
+    shares: list[float]
+    parts: dict[str, tuple[ServerShard, ServerShard | None]]
+
+
+def change_shares_beside(
+    members: Members, given: AskedShares | None, prepare: Callable[[Prepared], None]
+) -> Members | None:
+    """Divide the models of an elastic run anew. Collective over the group, in a pause.
+
+    ``prepare(prepared)`` is called before any rank commits. Returns what the rank knows from now
+    on, or None if nothing changes.
+    """
+    link, server = members.link, members.server
+    with link.serving(nothing):
+        if server is not None:
+            finish_sending(link, server.models)
+            _check_quiet(server)
+        plan = plan_shares(members, given)
+        if plan is None:
+            return None
+        layouts = {name: divided(old, plan.shares) for name, old in members.layouts.items()}
+        hosted = {} if server is None else {one.name: one for one in server.models}
+        parts = link.run_on_all(
+            f"{DOING}: allocating",
+            lambda: {name: _empty(hosted[name], new) for name, new in layouts.items() if hosted},
+        )
+        for name, new in layouts.items():
+            _fill(link, plan, hosted.get(name), (members.layouts[name], new), parts.get(name))
+        prepare(Prepared(plan.shares, parts))
+        link.run_on_all(f"{DOING}: all parts are there", lambda: None)
+    for name, one in hosted.items():
+        if name in parts:
+            shard, copy = parts[name]
+            one.use_shards(shard, copy, plan.models[name].piece_bytes)
+    for client in members.clients:
+        if not client.removed:
+            piece_bytes = plan.models[client.name].piece_bytes
+            client.use_layout(layouts[client.name], plan.servers, piece_bytes, None)
+    why = "the servers of an elastic run have other shares"
+    shared = {name: (None, why) for name in layouts}
+    return members._replace(layouts=layouts, shares=plan.shares, shared=shared)
+
+
+def _check_quiet(server: Server) -> None:
+    """Raise ProtocolError if updates are on their way to copies, or wait for other servers."""
+    waits = server.votes is not None and server.votes.pending
+    if waits or (server.copies is not None and server.copies.behind):
+        raise ProtocolError(
+            f"{DOING}: pushes are not applied on all servers yet; workers pull after each push"
+        )
+
+
+def _empty(hosted: Hosted, layout: ServerLayout) -> tuple[ServerShard, ServerShard | None]:
+    """Return a new shard and a new copy, which have no values yet."""
+
+    def make(old: ServerShard) -> ServerShard:
+        made = ServerShard(layout, old.server, old.optimizer, {}, 0)
+        set_scalars(made, scalars_of(old))
+        made.clock = old.clock
+        return made
+
+    return make(hosted.shard), None if hosted.copy is None else make(hosted.copy)
+
+
+def _fill(
+    link: Link,
+    plan: NewShares,
+    hosted: Hosted | None,
+    layouts: tuple[ServerLayout, ServerLayout],
+    parts: tuple[ServerShard, ServerShard | None] | None,
+) -> None:
+    """Fill the new parts of one model from the old ones. Collective over the servers."""
+    if hosted is None or parts is None:
+        return
+    servers, copied = plan.servers, hosted.copy is not None
+    wanted = targets(servers)[: None if copied else len(servers)]
+    current: list[set[int]] = [set() for _ in range(link.comm.size)]
+    for number, rank in enumerate(servers):
+        current[rank] = {number, (number - 1) % len(servers)} if copied else {number}
+    giving = {number: Holder(rank, False, {}) for number, rank in enumerate(servers)}
+    old, new = layouts
+    messages = Messages(link.comm, link.tag + VALUES)
+    with link.pinned(messages.requests, messages.memory):
+        move_shards(
+            messages,
+            moves(old, new, wanted, giving, current),
+            (old, _numbered(hosted.shard, hosted.copy)),
+            (new, _numbered(*parts)),
+        )
+        link.wait(lambda: test_all(messages.requests), peers="all")
+    for shard in parts:
+        if shard is not None:
+            shard.version = plan.models[hosted.name].version
+
+
+def _numbered(shard: ServerShard, copy: ServerShard | None) -> Mapping[int, ServerShard]:
+    return {shard.server: shard} | ({} if copy is None else {copy.server: copy})

@@ -1,0 +1,1 @@
+"""What elastic runs with parameter servers carry from one communicator to the next."""

@@ -1,0 +1,82 @@
+"""Which ranks of an elastic run serve and work, and the shares of the servers; uses no MPI.
+
+Ranks are named by their numbers in the first communicator, which never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ....errors import RankFailure
+from ....servers.layout.roles import AUTO, choose_ranks, ranks_and_shares, ranks_asked
+
+#: The share of each server, by its number, in the order of the servers.
+Shares = dict[int, float]
+
+
+class ServerRoles:
+    """The servers and the workers of an elastic run.
+
+    Parameters
+    ----------
+    strategy : ParameterServer
+    ranks : int
+        How many ranks the run has at its beginning, spares not counted.
+
+    Attributes
+    ----------
+    servers : list of int
+        The living servers.
+    """
+
+    def __init__(self, strategy, ranks: int):
+        asked, self._placement = ranks_asked(strategy.servers), strategy.placement
+        self._given = ranks, asked, strategy.placement
+        self.servers, workers = choose_ranks(*self._given)
+        self._only_serve = {*range(ranks)} - {*workers}
+        self._asked: Shares | None = None
+        if asked != AUTO:
+            self.balance(())
+
+    @property
+    def known(self) -> bool:
+        """Whether the shares are known; "auto" needs the hosts, see `balance`."""
+        return self._asked is not None
+
+    def balance(self, hosts: Sequence[str]) -> None:
+        """Choose the shares; those for servers="auto" follow from the host of each rank."""
+        self.servers, _, parts = ranks_and_shares(*self._given, lambda: hosts)
+        self._asked = _scaled(dict(zip(self.servers, parts, strict=True)))
+
+    def at_first(self) -> Shares:
+        """Return the shares with which the run begins."""
+        assert self._asked is not None
+        return self._asked
+
+    def choose(self, ranks: Sequence[int]) -> None:
+        """Choose the servers among the living `ranks`; raise RankFailure if no worker is left."""
+        # If no server is left, the last rank becomes one.
+        self.servers = [rank for rank in self.servers if rank in ranks] or [ranks[-1]]
+        if not any(map(self.works, ranks)):
+            raise RankFailure("all workers died; a run with parameter servers needs a worker")
+
+    def works(self, rank: int) -> bool:
+        """Whether a rank is a worker."""
+        if isinstance(self._placement, str) and self._placement == "dedicated":
+            return rank not in self.servers
+        return rank not in self._only_serve
+
+    def placement(self, ranks: Sequence[int]) -> list[int]:
+        """Return the places in `ranks` of the servers that only serve."""
+        return [ranks.index(rank) for rank in self.servers if not self.works(rank)]
+
+    def shares(self, before: Shares) -> Shares:
+        """Return the shares of the living servers, in the proportions of `before`."""
+        if [*before] == self.servers:
+            return before  # to the last bit, for the layout follows from them
+        return _scaled({rank: before.get(rank, 1.0) for rank in self.servers})
+
+
+def _scaled(parts: Shares) -> Shares:
+    total = sum(parts.values())
+    return {rank: part / total for rank, part in parts.items()}

@@ -1,0 +1,82 @@
+"""Workers of parameter servers agree on a step after which all of them stop, while they train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from mpi4py import MPI
+
+from ...runtime.polling import wait_until
+
+
+class Agreement:
+    """Workers agree on a clock (a number of finished steps) after which all of them stop.
+
+    A worker that wants to stop sends a message to all others. Each worker then proposes a clock
+    that it has not passed yet: its own clock plus some slack. A nonblocking allreduce computes the
+    maximum of the proposals, and each worker continues meanwhile, at most to the clock that it has
+    proposed. All workers stop after the largest proposed clock. A worker waits if it reaches its
+    own proposed clock before the maximum is known. Waiting for the maximum cannot deadlock, because
+    each worker checks for messages (`listen`) after every step and in every wait. A worker that has
+    finished its last step proposes a clock after this step, so all workers then do all their steps.
+    """
+
+    _TAG = 7
+
+    def __init__(
+        self,
+        workers: MPI.Comm,
+        slack: int,
+        progress: Callable[[], object],
+        reached: int = 0,
+        clock: int | None = None,
+    ):
+        self.comm, request = workers.Idup()
+        wait_until(request.Test)
+        self.slack, self.progress = slack, progress
+        self.clock = clock
+        self._reached, self._limit = reached, 0
+        self._named: np.ndarray | None = None
+        self._request = MPI.REQUEST_NULL
+        self._notes: list = []
+
+    def at(self, clock: int, wish: bool) -> bool:
+        """Return whether all workers stop after `clock` steps. Call this method once per step."""
+        self._reached = clock
+        if self.clock is None:
+            self.listen(wish)
+            if self._named is not None:
+                if clock >= self._limit:
+                    self.wait(self._request.Test)
+                if self._request.Test():
+                    self.clock = int(self._named[0])
+        return self.clock is not None and clock >= self.clock
+
+    def listen(self, wish: bool = False) -> None:
+        """If a worker wants to stop, propose after which step all stop. Returns at once."""
+        if self._named is None and (wish or self.comm.Iprobe(MPI.ANY_SOURCE, self._TAG)):
+            others = (rank for rank in range(self.comm.size) if rank != self.comm.rank)
+            self._notes = [self.comm.Isend([b"", MPI.BYTE], r, self._TAG) for r in others]
+            self._name(self._reached + self.slack)
+
+    def _name(self, clock: int) -> None:
+        self._limit = clock
+        self._named = np.array([clock], np.int64)
+        self._request = self.comm.Iallreduce(MPI.IN_PLACE, self._named, MPI.MAX)
+
+    def wait(self, test: Callable[[], bool]) -> None:
+        """Wait until ``test()`` is true, and answer the requests of other ranks while waiting."""
+        wait_until(lambda: test() or (self.progress(), False)[1])
+
+    def close(self) -> None:
+        """Receive all remaining messages and free the communicator. Collective over the workers."""
+        if self._named is None:
+            self._name(0)  # other workers may have begun the allreduce, which needs all workers
+        self.wait(self._request.Test)
+        told = np.array([bool(self._notes)], np.int64)
+        self.wait(self.comm.Iallreduce(MPI.IN_PLACE, told, MPI.SUM).Test)
+        for _ in range(int(told[0]) - bool(self._notes)):
+            self.comm.Recv([bytearray(1), 0, MPI.BYTE], MPI.ANY_SOURCE, self._TAG)
+        MPI.Request.Waitall(self._notes)
+        self.comm.Free()
