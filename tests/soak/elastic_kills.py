@@ -343,9 +343,7 @@ def parsed(words: list[str] | None):
         parser.add_argument(f"--{mode}", type=int, default=count, help=f"runs with kills, {what}")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first run")
     parser.add_argument("--ranks", default="2-6", help="the number of ranks is drawn from these")
-    parser.add_argument(
-        "--kinds", default=",".join(KINDS), help="jobs to draw from, or first words, with commas"
-    )
+    parser.add_argument("--kinds", default=",".join(KINDS), help="jobs, or their first words")
     parser.add_argument("--ladder", action="store_true", help="start by mpidist launch --elastic")
     parser.add_argument("--timeout", type=float, default=90, help="seconds; then a run hangs")
     parser.add_argument("--file", type=Path, help="add the lines of the runs to this file")
@@ -354,14 +352,10 @@ def parsed(words: list[str] | None):
     args = parser.parse_args(words)
     low, _, high = args.ranks.partition("-")
     args.ranks = (int(low), int(high or low))
-    args.kinds = [kind for word in args.kinds.split(",") for kind in kinds_of(word)]
+    named = ([k for k in KINDS if k.startswith(f"{w} ")] or [w] for w in args.kinds.split(","))
+    args.kinds = [*itertools.chain(*named)]
     args.keep = args.keep.absolute()
     return args
-
-
-def kinds_of(word: str) -> list[str]:
-    """Return the kinds that begin with a word such as ``served``, or this one kind."""
-    return [kind for kind in KINDS if kind.startswith(f"{word} ")] or [word]
 
 
 def main(words: list[str] | None = None) -> int:

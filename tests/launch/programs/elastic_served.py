@@ -34,6 +34,7 @@ import mpidist as md
 from mpidist.servers.client import Client
 from mpidist.servers.group import ServerGroup
 from mpidist.servers.link import Link
+from mpidist.servers.pieces import tree_exchange
 from mpidist.servers.replicas import elastic_shares
 from mpidist.servers.replicas.elastic_servers import ElasticServerGroup
 from mpidist.servers.replicas.shard_copies import ShardCopies
@@ -98,14 +99,14 @@ patch(md.CheckpointStore, "save", "saving", lambda self, step, state: step, befo
 patch(md.CheckpointStore, "save", "saved", lambda self, step, state: step)
 
 
-def tell(self, ranks, tag, data, give=Link._give):
+def tell(link, ranks, tag, data, give=tree_exchange._give):
     """On rank 0: tell one rank only, and die, if that is asked for."""
     if asking and "parts are there" in asking[-1]:
         calls["telling"] = calls.get("telling", 0) + 1
         if [str(me), str(calls["telling"]), "telling"] in deaths:
-            give(self, ranks[-1:], tag, data)
+            give(link, ranks[-1:], tag, data)
             os.kill(os.getpid(), signal.SIGKILL)
-    give(self, ranks, tag, data)
+    give(link, ranks, tag, data)
 
 
 def ask(self, doing, *args, usual=Link.run_on_all):
@@ -116,7 +117,7 @@ def ask(self, doing, *args, usual=Link.run_on_all):
         asking.pop()
 
 
-Link._give, Link.run_on_all, asking = tell, ask, []
+tree_exchange._give, Link.run_on_all, asking = tell, ask, []
 
 
 class Turns(md.Rebalance):
