@@ -19,7 +19,14 @@ from mpidist.servers.link import Link
 from mpidist.servers.pieces.memory_push import MemoryPush, addresses_of
 from mpidist.servers.wire import node_share, node_stream
 from mpidist.servers.wire.node_share import NodePair
-from mpidist.servers.wire.node_stream import COPIED, READY, SENDS, NodeClientStream, NodeReaders
+from mpidist.servers.wire.node_stream import (
+    COPIED,
+    ENDS,
+    FIRST,
+    READY,
+    NodeClientStream,
+    NodeReaders,
+)
 from mpidist.servers.wire.wire_pieces import cut_shard
 
 
@@ -350,8 +357,9 @@ def test_an_update_waits_for_readers(comm, monkeypatch):
     time.sleep(0.03)
     assert readers.leave_memory(link, Pulls())
     assert begun == [(link, 0, 1)]
-    assert pairs[0].answered[SENDS] == (1 << 32) + 1
-    assert not pairs[1].answered[SENDS]
+    assert pairs[0].answered[ENDS] == 3
+    assert pairs[0].answered[FIRST] == 3 * (1 << 20) + 1
+    assert not pairs[1].answered[ENDS]
     assert readers.leave_memory(link, Pulls())
     assert len(begun) == 1
     pairs[0].rung[COPIED] = 3

@@ -13,14 +13,16 @@ server updates them. Both count the pieces that are ready to be copied, and thos
 
 The server begins the next update when all workers have copied the pieces that they may copy, so a
 worker always gets parameters of one version. If a worker copies nothing for a while, the server
-waits no longer: it copies
-the rest of this version, says in its line from which piece on, and sends these pieces. The worker
-looks at that line after each piece: if the server began an update meanwhile, the line says so, and
-the worker takes the piece from the message.
+waits no longer: it says so in its line, copies the rest of this version, and sends it. The worker
+looks at that line after each piece. If the server waits no longer, the copied piece may be of two
+versions, and the worker takes it from the message. A worker may copy its last piece just when the
+server ends its wait. Then each of them looks at the line of the other one after it has written its
+own (`fence`).
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 
@@ -35,18 +37,19 @@ from .node_share import NodePair, count_shared
 from .server_stream import PushStream
 from .wire_pieces import WirePiece
 
-#: The places in the line of a worker: how many pieces are in the ring, how many it has copied, and
-#: the newest number of the place `SENDS` that it has seen. In the line of a server: how many it has
-#: updated from the ring, how many the worker may copy in all, how many of these are ready now, and,
-#: after a number that changes each time, from which piece on the server sends the rest.
-PUSHED, COPIED, SEEN = 4, 5, 6
-UPDATED, ALLOWED, READY, SENDS = 4, 5, 6, 7
+#: The places in the line of a worker: how many pieces are in the ring, and how many it has copied.
+#: In the line of a server: how many it has updated from the ring, how many the worker may copy in
+#: all, how many of these are ready now; the number of all that the worker may copy when the server
+#: begins to wait no longer (`ENDS`), and that number with the piece from which on the server sends.
+PUSHED, COPIED = 4, 5
+FIRST, UPDATED, ALLOWED, READY, ENDS = 3, 4, 5, 6, 7
 
 #: How many seconds an update waits for a worker that has not copied a piece meanwhile. Tests change
 #: it.
 PATIENCE = 0.01
 
-_TURN = 1 << 32
+_MOST = 1 << 20  # pieces of a server
+_lock = threading.Lock()
 
 
 class NodePushStream(PushStream):
@@ -110,12 +113,28 @@ class NodeReaders:
             if now - self._since < PATIENCE:
                 return False
             for rank in (rank for rank, number in left.items() if number):
-                first, line = self._pieces - left[rank], self._pairs[rank].answered
-                pulls.begin(link, rank, first)
-                self._sent.add(rank)
-                line[SENDS] = (line[SENDS] // _TURN + 1) * _TURN + first  # before the update
+                self._end(link, pulls, rank, self._pairs[rank])
         self._left = 0
         return True
+
+    def _end(self, link: Link, pulls: PullStreams, rank: int, pair: NodePair) -> None:
+        """Send what a worker has not copied; it may have copied the rest since the last look."""
+        line = pair.answered
+        line[ENDS] = line[ALLOWED]
+        fence()
+        # The worker sees `ENDS`, or this rank sees that the worker has copied all, or both.
+        first = self._pieces - (line[ALLOWED] - pair.rung[COPIED])
+        if first < self._pieces:
+            pulls.begin(link, rank, first)
+            self._sent.add(rank)
+        line[FIRST] = line[ALLOWED] * _MOST + first
+
+
+def fence() -> None:
+    """Let other ranks see all that this rank has written, before it reads what they write."""
+    # Processors of type x86 delay writes beyond later reads, but not beyond a locked instruction.
+    with _lock:
+        pass
 
 
 class NodeClientStream:
@@ -152,9 +171,10 @@ class NodeClientStream:
         self._pieces, self._pair, self._rest = pieces, pair, sends
         self._gradients, self._out = gradients, out
         self._names = [tensor.name for tensor in layout.tensors]
-        self._begun = self._taken = 0
+        self._begun = 0
         # The server may have counted pieces for this stream already, so its line is not read here.
         self._pushed, self._copied = pair.rung[PUSHED], pair.rung[COPIED]
+        self._goal, self._ended = self._copied + len(pieces), False
         nbytes = sum(piece.nbytes for piece in pieces)
         if gradients is not None:
             count_shared(link, nbytes)
@@ -171,17 +191,22 @@ class NodeClientStream:
             if not self._rest.progress():
                 return False
             self._rest = None
-        pieces, answered = len(self._pieces), self._pair.answered
-        while self._taken < pieces:
+        rung, answered = self._pair.rung, self._pair.answered
+        while not self._ended and rung[COPIED] < self._goal:
             if self._gradients is not None:
                 self._fill(answered[UPDATED] - self._pushed)
-            if self._taken == answered[READY] - self._copied:
+            if rung[COPIED] == answered[READY]:
                 return False
-            if not self._take(self._taken):
-                return False
-            self._taken += 1
+            self._take(rung[COPIED] - self._copied)
             self._link.moved = True
-        return incoming.test()
+        if self._ended and answered[FIRST] // _MOST == self._goal:
+            self._ended = False
+            pieces = self._pieces[answered[FIRST] % _MOST :]
+            rung[COPIED] = self._goal
+            self._rest = ClientStream(
+                self._link, self._rank, self._layout, pieces, None, self._out, False
+            )
+        return not self._ended and self._rest is None and incoming.test()
 
     def _fill(self, updated: int) -> None:
         """Copy gradients to the ring, as far as it has room."""
@@ -195,22 +220,18 @@ class NodeClientStream:
             self._begun = number + 1
             pair.rung[PUSHED] = self._pushed + self._begun  # after the data, see `node_share`
 
-    def _take(self, number: int) -> bool:
-        """Copy one piece of the new parameters; return false if the server sends it."""
+    def _take(self, number: int) -> None:
+        """Copy one piece of the new parameters, unless the server sends it."""
         for tensor, start, stop, _ in self._pieces[number].spans:
             first, values = self._pair.parameters[tensor]
             np.copyto(
                 self._out[self._names[tensor]][start:stop], values[start - first : stop - first]
             )
-        rung = self._pair.rung
-        if (sends := self._pair.answered[SENDS]) != rung[SEEN]:  # after the data
-            # The update that began meanwhile may have changed what was copied.
-            pieces = self._pieces[sends % _TURN :]
-            self._rest = ClientStream(
-                self._link, self._rank, self._layout, pieces, None, self._out, False
-            )
-            self._taken = len(self._pieces)
-            rung[SEEN], rung[COPIED] = sends, self._copied + self._taken
-            return False
-        rung[COPIED] += 1  # the server may change these now
-        return True
+        rung, answered = self._pair.rung, self._pair.answered
+        # An update that began meanwhile may have changed what was copied.
+        self._ended = answered[ENDS] == self._goal  # after the data
+        if not self._ended:
+            rung[COPIED] += 1  # the server may change these now
+            if rung[COPIED] == self._goal:
+                fence()
+                self._ended = answered[ENDS] == self._goal
