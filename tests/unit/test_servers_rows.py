@@ -142,7 +142,7 @@ def test_many_servers():
                 order = dealt_order(100_003, turns)
                 places = dealt_places(np.arange(100_003), 100_003, turns)
                 assert (order[places] == np.arange(100_003)).all()
-            assert time.process_time() - start < 0.15  # what is counted server by server takes 0.6
+            assert time.process_time() - start < 0.3  # what is counted server by server takes 0.6
             held = sum(stop - start for each in layout.pieces for _, start, stop in each)
             assert held == 5 + 4 * 100_003
             assert len(layout.pieces) == count
