@@ -28,6 +28,7 @@ def run(comm, mode, optimizer, steps=6, **options):
             return None
         me, workers = group.workers.rank, group.workers.size
         start = client.pull()["e"]
+        group.barrier()  # without it, another worker may have pushed before this one pulls
         got = client.pull({"e": rows_of(me, 0)})
         for step in range(steps):
             rows = rows_of(me, step)
