@@ -1,4 +1,4 @@
-"""The parts of shared memory within a host: when an update waits, and pushes read where they are."""
+"""The parts of shared memory within a host: when an update waits, and how pushes are read."""
 
 import time
 
