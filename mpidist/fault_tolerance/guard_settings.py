@@ -1,4 +1,4 @@
-"""The checks of the settings of a guard, on which all ranks must agree."""
+"""The checks of the settings of a guard (`md.guard`), which must be equal on all ranks."""
 
 from __future__ import annotations
 

@@ -97,10 +97,11 @@ class Hosted:
     def push_elsewhere(
         self, link: Any, worker: int, rank: int, header: Header, message: np.ndarray
     ) -> PushStream:
-        """Return a push that is not in its message: in pieces, or in the worker's memory.
+        """Return a push whose gradients follow in pieces, or lie in the worker's memory.
 
-        The gate is told of it at once. Under BSP, where it comes in pieces, no worker has an
-        answer, and nothing is updated, before all have sent such a message.
+        The gate learns of the push as soon as its first message arrives. Under BSP, where gradients
+        may follow in pieces, the server answers no worker and updates nothing until all workers
+        have sent their first messages.
         """
         mode, shared = self.gate.mode_at(header.clock), header.push_words == MEMORY
         if header.flags != PUSH | CLOCK | PULL or not (shared or mode.streams):
@@ -116,7 +117,7 @@ class Hosted:
     def use_shards(self, shard: ServerShard, copy: ServerShard | None, piece_bytes: int) -> None:
         """Use other parts of the model, made beside the present ones, from now on.
 
-        What a worker has pulled of the present ones counts as pulled now, at the same age.
+        The age of a worker's newest pull, in updates, is the same as before the change.
         """
         ages = [self.shard.version - seen for seen in self.pulled]
         self.shard, self.copy = shard, copy

@@ -14,8 +14,8 @@ MomentumCorrected   its part of the velocity is multiplied by beta ** a
 =================== ==========================================================================
 
 The learning rate is multiplied by the weight. A push also has a weight for its number of samples;
-both weights are multiplied. Each server counts the age of its own part of a push, so one push may
-have a different age on each server.
+the learning rate is multiplied by both. Each server counts the age of its own part of a push, so
+one push may have a different age on each server.
 
 Under BSP and with backup workers, each applied gradient was computed from the newest parameters.
 Under SSP(0) it was computed from the parameters of the step before. So these modes take no policy.

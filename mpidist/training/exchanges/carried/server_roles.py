@@ -1,4 +1,4 @@
-"""Which ranks of an elastic run serve and work, and the shares of the servers; uses no MPI.
+"""Which ranks of an elastic run are servers or workers, and each server's share; uses no MPI.
 
 Ranks are named by their numbers in the first communicator, which never change.
 """
