@@ -150,9 +150,11 @@ def test_bad_settings(settings, text):
         from_settings("parameter_server", settings)
 
 
-def test_elastic_runs_divide_equally():
+def test_elastic_runs_have_shares():
+    """R22, R51: with shares and with a placement, and still not with what a death would lose."""
     from mpidist.training.checks import check_elastic
 
     for strategy in (md.ParameterServer({0: 1, 1: 2}), md.ParameterServer(2, placement=[1])):
-        with pytest.raises(ConfigError, match="after a death the shards are divided equally"):
-            check_elastic(True, strategy, None)
+        assert check_elastic(True, strategy, None) is not None
+    with pytest.raises(ConfigError, match="a death would lose gradients"):
+        check_elastic(True, md.ParameterServer({0: 1, 1: 2}, push_every=2), None)
