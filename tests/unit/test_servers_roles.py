@@ -157,4 +157,4 @@ def test_elastic_runs_have_shares():
     for strategy in (md.ParameterServer({0: 1, 1: 2}), md.ParameterServer(2, placement=[1])):
         assert check_elastic(True, strategy, None) is not None
     with pytest.raises(ConfigError, match="a death would lose gradients"):
-        check_elastic(True, md.ParameterServer({0: 1, 1: 2}, push_every=2), None)
+        check_elastic(True, md.ParameterServer({0: 1, 1: 2}, md.ASP(), push_every=2), None)
