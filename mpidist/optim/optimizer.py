@@ -21,7 +21,8 @@ embedding. The update then reads and writes only these rows: see `row_gradients`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 
 import numpy as np
@@ -91,7 +92,16 @@ class Optimizer:
     def __reduce__(self):
         # Its functions are closures. So a parameter server makes the optimizers that workers send
         # by name and settings; a schedule that is a function of the program has no name.
+        made = _made_again(self.name, self.settings)
+        for mine, its in ((self.init, made.init), (self.update, made.update)):
+            if getattr(mine, "__code__", None) is not its.__code__:
+                raise TypeError(f"optimizer {self.name} has functions of the program")
         return _made_again, (self.name, self.settings)
+
+    def __deepcopy__(self, memo):
+        # Not by name and settings: its functions may be the program's own.
+        names = [one.name for one in fields(self)]
+        return replace(self, **{name: deepcopy(getattr(self, name), memo) for name in names})
 
 
 def _made_again(name: str, settings: Mapping) -> Optimizer:
@@ -185,7 +195,7 @@ def elementwise(
 
         return again
 
-    update.bind = bind  # type: ignore[attr-defined]
+    update.bind, bind.of = bind, update  # type: ignore[attr-defined]
     constant = schedule.name == "constant"
     rate = schedule.settings["lr"] if constant else {"schedule": schedule.name, **schedule.settings}
     return Optimizer(name, init, update, True, {"lr": rate, **settings}, rows)

@@ -92,7 +92,7 @@ def host_model(
     share, on_gpu = None, asked.server_device == "gpu"
     if asked.kept is None:
         here = node_ranks(group.comm, servers, workers)
-        share, why = share_memory(here, layout, 1 << 62 if on_gpu else piece, link.wait)
+        share, why = share_memory(here, layout, piece, link.wait, on_gpu)
         group.transports[asked.name] = Transport("", *ClientModes(asked, group.votes).why).anew(
             group.comm.rank, share, why
         )

@@ -166,7 +166,7 @@ def damaged(kind):
     [
         ("short", "5 bytes from rank 1 are no message"),
         ("magic", "unknown message from rank 1 (0x7)"),
-        ("format", "rank 1 speaks message format 7, this rank 1"),
+        ("format", "rank 1 speaks message format 7, this rank 2"),
         ("clock", "worker 1 is at clock 3 of 'm', expected 0"),
         ("model", "no model 9 here"),
         ("rows", "asks for rows not held here"),

@@ -66,8 +66,14 @@ def test_a_push_beyond_its_answer_is_copied(comm):
     gradients = {t.name: np.arange(t.size, dtype=t.dtype) for t in layout.tensors}
     link = Link(context, 0)
     pieces = cut_shard(layout, 0, 100)
-    given = whole, pieces, addresses_of(whole, gradients).tolist()
     cross = CrossMemory(topology_of(comm).intra_comm, context.wait)
+    found = addresses_of(cross, whole, gradients)
+    assert found is not None
+    given = whole, pieces, found.tolist()
+    # As memory that is pinned for a GPU: the kernel cannot read it.
+    cross.holds, holds = lambda address, nbytes: False, cross.holds
+    assert addresses_of(cross, whole, gradients) is None
+    cross.holds = holds
 
     def values(push):
         found = {}

@@ -90,7 +90,7 @@ def test_what_tables_refuse(comm):
             pass
     with md.parameter_server(comm, {"a": np.zeros((4, 3))}, update="add") as client:
         if client is not None:
-            with pytest.raises(ConfigError, match="cannot make this optimizer"):
+            with pytest.raises(ConfigError, match="update='add' and no optimizer"):
                 client.set_optimizer(SGD)
             client.consistency = md.ASP()
 

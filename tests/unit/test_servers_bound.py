@@ -1,5 +1,10 @@
 """Updates bound to memory that is used again: the bits of plain ones, whatever is replaced."""
 
+import copy
+import dataclasses
+import functools
+import pickle
+
 import numpy as np
 import pytest
 
@@ -90,6 +95,38 @@ def test_an_optimizer_of_a_user(made):
         one.apply([(1.0, parts)])
     assert (one.parameters["x"] == before - 1 - 1 - 1 - 1).all()
     assert made == [False] * 4
+
+
+def test_a_function_around_an_update(made):
+    """`functools.wraps` copies the attribute `bind`, but the function does more than the update."""
+    base = optim.sgd(0.5)
+
+    @functools.wraps(base.update)
+    def update(gradients, state, parameters, **kw):
+        base.update({name: 2 * each for name, each in gradients.items()}, state, parameters, **kw)
+
+    one, whole = shard(dataclasses.replace(base, update=update)), WholeShard(LAYOUT, 0)
+    memory = np.zeros(whole.nbytes, np.uint8)
+    kept = WholeParts(whole.views(memory, 0))
+    for _, gradient in kept:
+        gradient[...] = 1
+    before = one.parameters["x"].copy()
+    for step in range(1, 4):
+        one.apply([(1.0, kept)], 1.0)
+        np.testing.assert_array_equal(one.parameters["x"], before - np.float32(step))
+    assert not any(made)
+
+
+def test_copies_of_an_optimizer():
+    """A copy keeps functions of the program; by name and settings it cannot be sent."""
+    calls = []
+    own = dataclasses.replace(optim.sgd(0.5), update=lambda *args, **kw: calls.append(args))
+    assert copy.deepcopy(own).update is own.update
+    assert copy.deepcopy(optim.sgd(lambda step: 0.5)).name == "sgd"
+    with pytest.raises(TypeError, match="sgd has functions of the program"):
+        pickle.dumps(own)
+    for each in (optim.sgd(0.5), optim.adam(0.1), optim.clipped(optim.momentum(0.1), 1.0)):
+        assert pickle.loads(pickle.dumps(each)).settings == each.settings
 
 
 def test_views_of_pooled_buffers():

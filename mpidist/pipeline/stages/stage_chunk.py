@@ -193,8 +193,9 @@ class Chunk:
 
     def close(self) -> None:
         """Free the sums. Collective over the replicas of the stage; no messages are sent."""
+        self._write_into(self.gradients)  # no longer into the memory of the sums
         for part in self.parts:
-            part.sums.close()
+            part.close()
 
 
 def array_bytes(saved: Any) -> int:

@@ -95,6 +95,12 @@ class SumPart:
         self._adding.add(*number, vector, factor)
         self._left -= 1
 
+    def close(self) -> None:
+        """Free the sum. Collective over the replicas of the stage; no messages are sent."""
+        self._row = None  # this and the views are in the memory of the sum
+        self._views.clear()
+        self.sums.close()
+
     def finish(self) -> None:
         """Write the sum into the vector. Collective over the replicas of the stage."""
         self._adding.finish(self.vector)

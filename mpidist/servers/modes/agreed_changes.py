@@ -97,6 +97,8 @@ class AgreedChanges:
                 f"{self._where(clock)}: rank {ranks[worker]} asks for {_told(text)}, rank "
                 f"{ranks[min(asked.workers)]} for {_told(asked.text)}; {_SAME}"
             )
+        if worker < min(asked.workers):  # all servers use the object of the same worker
+            asked.text = text
         asked.workers.add(worker)
 
     def due(self) -> list[Action]:

@@ -14,6 +14,7 @@ from ..consistency import Consistency
 from ..layout.placement import ServerLayout
 from ..model_facts import Request, check_stale
 from ..rows.cache_policy import row_cache
+from ..rows.table_updates import TableUpdate
 from ..wire.trial_update import has_the_same_bits
 from .agreed_changes import encode_mode
 from .optimizer_changes import encode_optimizer
@@ -113,6 +114,10 @@ class ClientModes:
         """Check an optimizer that is set in `clock`, and return the message for the servers."""
         name = self._asked.name
         refuse_in_elastic_runs(name, self._votes, "optimizer")
+        if isinstance(table := self._asked.optimizer, TableUpdate):
+            raise ConfigError(
+                f"model {name!r} has update={table.name!r} and no optimizer; add another model"
+            )
         check_momentum(name, self._asked.stale, optimizer)
         if self._changed == clock:
             raise ProtocolError(f"client {name!r}: second set_optimizer in clock {clock}")

@@ -117,14 +117,17 @@ class Hosted:
     def use_shards(self, shard: ServerShard, copy: ServerShard | None, piece_bytes: int) -> None:
         """Use other parts of the model, made beside the present ones, from now on.
 
-        The age of a worker's newest pull, in updates, is the same as before the change.
+        The age of a worker's newest pull, in updates, is the same as before the change. The copies
+        of pulled values (`DelayCompensated`) become the present values.
         """
         ages = [self.shard.version - seen for seen in self.pulled]
         self.shard, self.copy = shard, copy
         self.pulled = [shard.version - age for age in ages]
         self.use_layout(piece_bytes)
         if self._copies is not None:
-            self._copies = PulledCopies(shard, len(self.pulled))
+            before, self._copies = self._copies.kept, PulledCopies(shard, len(self.pulled))
+            for worker in (worker for worker, values in enumerate(before) if values):
+                self._copies.keep(worker, self.whole.parts)
 
     def kept(self) -> list[dict[str, np.ndarray]]:
         """Return for each worker a copy of its pulled parameters; [] if no copies are kept."""

@@ -79,9 +79,10 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 
 def agreed_part(text: bytes) -> dict[str, Any]:
-    """Return what must be equal in the messages of all workers: not bytes of a pickled object."""
+    """Return what must be equal for all workers: no pickled bytes, no text with addresses."""
     found = json.loads(text)
-    found.pop("pickled", None)
+    for name in ("pickled", "told"):
+        found.pop(name, None)
     return found
 
 

@@ -112,10 +112,17 @@ class MemoryPush(PushStream):
             self._memory.read(self._local_rank, place + start * size, first + at, nbytes)
 
 
-def addresses_of(shard: WholeShard, gradients: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the addresses at which the server's part of each gradient begins."""
+def addresses_of(
+    memory: CrossMemory, shard: WholeShard, gradients: dict[str, np.ndarray]
+) -> np.ndarray | None:
+    """Return the addresses at which the server's part of each gradient begins.
+
+    Returns None if the kernel cannot read them, such as memory that is pinned for a GPU.
+    """
     found = []
-    for (tensor, start, _), _ in shard.parts:
+    for (tensor, start, stop), _ in shard.parts:
         gradient = gradients[shard.layout.tensors[tensor].name]
         found.append(gradient.__array_interface__["data"][0] + start * gradient.itemsize)
+        if not memory.holds(found[-1], (stop - start) * gradient.itemsize):
+            return None
     return np.array(found, np.int64)

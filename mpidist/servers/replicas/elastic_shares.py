@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ...errors import ProtocolError
+from ...errors import ConfigError, ProtocolError
 from ...runtime.elastic_requests import test_all
 from ..balance.change_shares import (
     DOING,
@@ -62,10 +62,7 @@ def change_shares_beside(
             return None
         layouts = {name: divided(old, plan.shares) for name, old in members.layouts.items()}
         hosted = {} if server is None else {one.name: one for one in server.models}
-        parts = link.run_on_all(
-            f"{DOING}: allocating",
-            lambda: {name: _empty(hosted[name], new) for name, new in layouts.items() if hosted},
-        )
+        parts = link.run_on_all(f"{DOING}: allocating", lambda: _allocate(hosted, layouts))
         for name, new in layouts.items():
             _fill(link, plan, hosted.get(name), (members.layouts[name], new), parts.get(name))
         prepare(Prepared(plan.shares, parts))
@@ -90,6 +87,14 @@ def _check_quiet(server: Server) -> None:
         raise ProtocolError(
             f"{DOING}: pushes are not applied on all servers yet; workers pull after each push"
         )
+
+
+def _allocate(hosted: Mapping[str, Hosted], layouts: Mapping[str, ServerLayout]) -> dict:
+    """Return the memory of the new parts of this rank; raise ConfigError if there is too little."""
+    try:
+        return {name: _empty(hosted[name], new) for name, new in layouts.items() if hosted}
+    except MemoryError:
+        raise ConfigError(f"{DOING}: no memory for the new parts beside the present ones") from None
 
 
 def _empty(hosted: Hosted, layout: ServerLayout) -> tuple[ServerShard, ServerShard | None]:

@@ -44,8 +44,11 @@ class BoundGradients(dict):
 
     def _bind(self, shard: Any) -> None:
         self._arrays = list(shard.parameters.values())
-        bind = getattr(shard.optimizer.update, "bind", None)
-        if bind is not None and self.keys() == shard.parameters.keys():
+        update = shard.optimizer.update
+        bind = getattr(update, "bind", None)
+        # `functools.wraps` copies the attribute to functions that do more than `update`.
+        own = getattr(bind, "of", None) is update
+        if bind is not None and own and self.keys() == shard.parameters.keys():
             self._again = bind(self, shard.state, shard.parameters)
 
 

@@ -229,6 +229,7 @@ class ClientRequests:
     def push(self, pushes: Mapping, samples: int | None) -> None:
         """Send a push to all servers. The gradients may be changed when this method returns."""
         gradients = whole_push(self.layout, pushes, {}) if self._has_pieces else None
+        late = False
         for server in self._in_turn():
             pieces = self._pieces[server]
             if gradients is None or not pieces:
@@ -236,8 +237,9 @@ class ClientRequests:
                 continue
             self.post(server, PUSH, pushes=PIECES, samples=samples)
             rank = self.servers[server]
-            push = CopiedPush(self.link, rank, self.layout, pieces, gradients)
+            push = CopiedPush(self.link, rank, self.layout, pieces, gradients, late)
             self.link.wait(push.handed, partial(list, (rank,)))
+            late = push.late  # a call waits for one busy server, not for each
         self.pushed = self.clock
 
     def _in_turn(self) -> Sequence[int]:
@@ -317,7 +319,10 @@ class ClientRequests:
         if gradients is not None:
             push = STREAM if in_step else PIECES
             if pair is not None and self.by_address and not in_step:
-                push = addresses_of(self.whole[server], gradients)
+                assert self.share is not None
+                assert self.share.cross is not None
+                addresses = addresses_of(self.share.cross, self.whole[server], gradients)
+                push = PIECES if addresses is None else addresses
         if out is not None:
             parts, pull = [], STREAM if in_step or pair is not None else PIECES
         # The receive of the answer is posted before the request is sent, so that MPI need not

@@ -79,6 +79,7 @@ class ClientStream:
                     raw[...] = answer[place]
                 self._link.pool.give(answer)
         self._sends.reap()
+        self._link.reap()  # checksums of pieces
         self._post()
         return not self._sends and self.handed and self._answers.done
 
@@ -148,7 +149,8 @@ class CopiedPush:
     Each piece is copied just before it is sent. So the worker needs memory for only `WINDOW`
     pieces, and may change its gradients as soon as MPI has all pieces. A push must not wait for a
     server that is busy (a colocated server's own worker may compute). So if the server receives no
-    piece for `LATE` seconds, all other pieces are copied and passed to MPI.
+    piece for `LATE` seconds, or from the beginning with `late`, all other pieces are copied and
+    passed to MPI. The attribute `late` says whether this happened.
     """
 
     def __init__(
@@ -158,11 +160,12 @@ class CopiedPush:
         layout: ServerLayout,
         pieces: Sequence[WirePiece],
         gradients: Mapping[str, np.ndarray],
+        late: bool = False,
     ):
         self._link, self._rank, self._layout, self._pieces = link, rank, layout, pieces
         self._gradients, self._begun = _raw(gradients), 0
         self._flying: list[Sequence] = []
-        self._late = time.monotonic() + LATE
+        self._deadline, self.late = time.monotonic() + LATE, late
 
     def handed(self) -> bool:
         """Send the pieces that are allowed; return whether MPI has all of them."""
@@ -170,10 +173,11 @@ class CopiedPush:
         self._flying = [requests for requests in self._flying if requests]
         number, now = len(self._pieces), time.monotonic()
         todo = allowed(number, self._begun, self._begun - len(self._flying))
-        if now > self._late:
+        self.late |= now > self._deadline
+        if self.late:
             todo = range(self._begun, number)
         if todo:
-            self._late, self._link.moved = now + LATE, True
+            self._deadline, self._link.moved = now + LATE, True
         for piece in map(self._pieces.__getitem__, todo):
             memory = self._link.pool.take(piece.nbytes)
             for raw, place in places_in(self._layout, self._gradients, piece):

@@ -273,13 +273,15 @@ def _line(memory: np.ndarray) -> memoryview:
 
 
 def share_memory(
-    node: NodeRanks, layout: ServerLayout, piece_bytes: int, wait: Callable
+    node: NodeRanks, layout: ServerLayout, piece_bytes: int, wait: Callable, on_gpu: bool = False
 ) -> tuple[NodeShare | None, str]:
     """Return the shared memory of a model, or None and the reason. Collective over the host."""
     if node.why or not (node.workers and node.servers):
         return None, node.why or "no worker and server are on this host"
     if any(tensor.open is not None for tensor in layout.tensors):
         return None, "the model has an open table, which grows"
+    if on_gpu and any(len(cut_shard(layout, k, piece_bytes)) > 1 for k in node.servers.values()):
+        return None, "the model is large and on a GPU"
     try:
         return NodeShare(node, layout, piece_bytes, wait), ""
     except ConfigError as error:

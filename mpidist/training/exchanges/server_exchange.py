@@ -10,6 +10,7 @@ step.
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import numpy as np
 from ... import events
 from ...checkpoint.format.state import Shard
 from ...collectives.broadcast import broadcast
+from ...errors import ConfigError
 from ...fault_tolerance.stragglers import crowded_ranks
 from ...gradients.flat_views import flat_views
 from ...partition import BlockPartition
@@ -234,11 +236,18 @@ class Served(WholeModel):
     def _rebalance_shares(self) -> None:
         """Look how busy the servers are, at the beginning of every so many clocks.
 
-        Nothing of the step has been done then, so a death in this call breaks off no step.
+        Nothing of the step has been done then, so a death in this call breaks off no step. If the
+        change is not possible (a lack of memory), the run goes on with the present shares.
         """
         clock, policy = self.client.finished, self._rebalance
         if policy is not None and clock > self.looked and clock % policy.every == 0:
-            self.group.rebalance(policy)
+            try:
+                self.group.rebalance(policy)
+            except ConfigError as error:  # on all ranks, and nothing has changed
+                self._rebalance = None
+                events.emit("rebalance_refused", step=clock, reason=str(error))
+                if self.comm.rank == self.group.worker_ranks[0]:
+                    print(f"mpidist: {error}; the servers keep their shares", file=sys.stderr)
             self.looked = clock
 
     def _take_up(self, pending: Pending) -> tuple[float, int]:

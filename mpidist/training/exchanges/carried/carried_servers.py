@@ -257,7 +257,7 @@ class CarriedServers(Carried):
             **self._more_facts(),
         }
         everyone = run_on_all(comm, "md.train: servers and workers", lambda: mine, list)
-        self._weights = next(one["weights"] for one in everyone if one["weights"])
+        self._weights = next((one["weights"] for one in everyone if one["weights"]), {})
         begun = [one for one in everyone if one["facts"] is not None]
         lost = sorted({*self._lost_now(everyone), *(r for one in everyone for r in one["lost"])})
         if not lost and all(one["idle"] for one in everyone):
