@@ -343,6 +343,11 @@ class Client:
             self._link, self._servers, model, self._names, pieces, self.modes, share, first
         )
 
+    def forget(self) -> None:
+        """Let go of a model that was removed, and of the memory that this rank shares for it."""
+        self.closed = self.removed = True
+        self.requests.share = self._bound = None
+
     def use_layout(
         self, layout: ServerLayout, servers: list[int], piece_bytes: int, share: NodeShare | None
     ) -> None:

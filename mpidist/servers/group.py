@@ -231,8 +231,8 @@ class ServerGroup(OnlineShares):
             if self._server is not None:
                 self._server.forget(name)
         for client in self._clients:
-            client.closed |= client.name == name
-            client.removed |= client.name == name
+            if client.name == name:
+                client.forget()
 
     def hosted(self, name: str) -> tuple[Server, Hosted] | None:
         """Return (server, its part of the model), None if no server; also after the group's end."""

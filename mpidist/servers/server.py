@@ -411,6 +411,7 @@ class Server:
         """Free the memory of a model. Its number is not used again, as messages have numbers."""
         number = [model.name for model in self.models].index(name)
         self.models[number].remove()
+        self.doors.close(number)
 
     def _clocks(self) -> dict:
         """Return, for each model and worker rank, how many steps the worker has finished."""

@@ -1,5 +1,8 @@
 """Models that come and go while others train (R72)."""
 
+import gc
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -126,3 +129,39 @@ def test_one_rank_does_something_else(comm, roles, odd):
         run(own, roles, change)
     md.free(own)
     own.Free()
+
+
+def shared_bytes():
+    """Bytes of the files without a name that this process has mapped: memory that ranks share."""
+    gc.collect()
+    found = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "/dev/shm/" in line and line.endswith("(deleted)"):
+            start, stop = line.split()[0].split("-")
+            found += int(stop, 16) - int(start, 16)
+    return found
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_removed_model_frees_shared_memory(comm):
+    """Also if the model is small, and its messages are in memory."""
+    with md.ServerGroup(comm, servers=1) as group:
+        first = group.add("first", {"w": np.zeros(10)}, optimizer=SGD)
+        before = shared_bytes()
+
+        def change(_):
+            for size in (10_000, 1_000_000):
+                sizes, client = [], group.add("other", {"v": np.zeros(size)}, optimizer=SGD)
+                sizes.append(shared_bytes())
+                group.remove("other")
+                assert shared_bytes() == before
+                assert sizes[0] >= before + 8 * size, group.transports
+                assert client is None or client.removed
+
+        if first is None:
+            group.serve(on_pause=change)
+        else:
+            group.pause("change")
+            change("change")
+            out = first.push_pull({"w": np.ones(10)})
+            assert (out["w"] == -1).all()

@@ -76,6 +76,10 @@ class ServerDoors:
                 box = MailBox(model, pair.push, pair.answer, parts, values, door)
                 self._boxes[number, door.worker] = box
 
+    def close(self, number: int) -> None:
+        """Free the memory of the messages for model `number`."""
+        self._boxes = {key: box for key, box in self._boxes.items() if key[0] != number}
+
     def listen(self) -> bool:
         """Handle the messages that have arrived; return whether there were any."""
         acted = False
