@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from ...events import OPEN
+from ...runtime.node_memory.cross_memory import CrossMemory
 from ..layout import routing
 from ..layout.row_selection import Selection
 from ..link import Link
@@ -318,10 +319,8 @@ class ClientRequests:
         in_step = gradients is not None and out is not None and self.streams(self.clock)
         if gradients is not None:
             push = STREAM if in_step else PIECES
-            if pair is not None and self.by_address and not in_step:
-                assert self.share is not None
-                assert self.share.cross is not None
-                addresses = addresses_of(self.share.cross, self.whole[server], gradients)
+            if pair is not None and not in_step and (memory := self._readable()) is not None:
+                addresses = addresses_of(memory, self.whole[server], gradients)
                 push = PIECES if addresses is None else addresses
         if out is not None:
             parts, pull = [], STREAM if in_step or pair is not None else PIECES
@@ -343,10 +342,9 @@ class ClientRequests:
             return ServerAnswer(incoming, operation, parts, shared)
         return ServerAnswer(incoming, operation, parts, sends)
 
-    @property
-    def by_address(self) -> bool:
-        """Whether servers of this host read pushes outside BSP in the memory of this rank."""
-        return self.share is not None and self.share.cross is not None and self._modes.in_memory
+    def _readable(self) -> CrossMemory | None:
+        """Return how servers of this host read pushes outside BSP, or None if they do not."""
+        return self.share.cross if self.share is not None and self._modes.in_memory else None
 
     def _pair(self, rank: int) -> NodePair | None:
         """Return the memory that this worker shares with a server, or None."""
