@@ -110,14 +110,25 @@ def change_shares(members: Members, given: AskedShares | None) -> Members | None
         pieces = {name: plan.models[name].piece_bytes for name in layouts}
         ranks = plan.servers, members.workers
         shared = share_again(link, server, ranks, layouts, pieces)
-        for client in members.clients:
-            if not client.removed:
-                name = client.name
-                client.use_layout(layouts[name], plan.servers, pieces[name], shared[name][0])
+        tell_clients(members, plan, layouts, shared)
         link.run_on_all(f"{DOING}: all parts have moved", lambda: None)
     return members._replace(
         server=server, layouts=layouts, servers=plan.servers, shares=plan.shares, shared=shared
     )
+
+
+def tell_clients(
+    members: Members,
+    plan: NewShares,
+    layouts: Mapping[str, ServerLayout],
+    shared: Mapping[str, tuple[NodeShare | None, str]],
+) -> None:
+    """Let the clients of this rank use the new layouts, and what ranks of this host share."""
+    for client in members.clients:
+        if not client.removed:
+            name = client.name
+            piece_bytes = plan.models[name].piece_bytes
+            client.use_layout(layouts[name], plan.servers, piece_bytes, shared[name][0])
 
 
 def _move(

@@ -25,6 +25,7 @@ from ..balance.change_shares import (
     divided,
     finish_sending,
     plan_shares,
+    tell_clients,
 )
 from ..layout.placement import ServerLayout
 from ..link import Link, nothing
@@ -71,12 +72,9 @@ def change_shares_beside(
         if name in parts:
             shard, copy = parts[name]
             one.use_shards(shard, copy, plan.models[name].piece_bytes)
-    for client in members.clients:
-        if not client.removed:
-            piece_bytes = plan.models[client.name].piece_bytes
-            client.use_layout(layouts[client.name], plan.servers, piece_bytes, None)
     why = "the servers of an elastic run have other shares"
     shared = {name: (None, why) for name in layouts}
+    tell_clients(members, plan, layouts, shared)
     return members._replace(layouts=layouts, shares=plan.shares, shared=shared)
 
 
