@@ -1,11 +1,14 @@
 """A loop over the network, whose link is away for a while: network_away.py KIND FOLDER STEPS.
 
-KIND is ``allreduce``, ``deadline`` (the same, and late ranks are evicted) or ``save``, which are
-loops of `md.elastic`, or ``push`` (parameter servers). Each rank notes the time of each step in
-FOLDER/RANK, waits after ten steps for FOLDER/go, and at the end prints a hash of its result.
+KIND is ``allreduce``, ``deadline`` (the same, and late ranks are evicted), ``apart`` (the same as
+``allreduce``, and each rank writes its errors to FOLDER/RANK.stderr on its own host) or ``save``,
+which are loops of `md.elastic`, or ``push`` (parameter servers). Each rank notes the time of each
+step in FOLDER/RANK, and waits after ten steps for FOLDER/go. At the end it prints a hash of its
+result.
 """
 
 import hashlib
+import os
 import sys
 import time
 from pathlib import Path
@@ -20,6 +23,11 @@ kind, folder, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 comm, world = MPI.COMM_WORLD, MPI.COMM_WORLD.rank
 state = {"w": np.zeros(N)}
 log = (folder / str(world)).open("a", buffering=1)
+
+
+if kind == "apart":  # for the launcher loses what a host says that it has given up
+    with (folder / f"{world}.stderr").open("wb") as errors:
+        os.dup2(errors.fileno(), 2)
 
 
 def note(step: int) -> None:
@@ -66,6 +74,7 @@ def push() -> None:
     state["w"] = params["w"] if client is not None else np.full(N, steps * (steps + 1) / 2)
 
 
-{"allreduce": allreduce, "deadline": lambda: allreduce(2.0), "save": save, "push": push}[kind]()
+loops = {"allreduce": allreduce, "apart": allreduce, "deadline": lambda: allreduce(2.0)}
+(loops | {"save": save, "push": push})[kind]()
 print(f"rank {world} has {hashlib.sha256(state['w'].tobytes()).hexdigest()}\n", end="", flush=True)
 time.sleep(2)  # a look at the network, which tells that it is back, comes once a second
