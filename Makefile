@@ -6,6 +6,8 @@ RANKS    ?= 9
 LAUNCHES ?= 4
 DATA     ?= ../shared/data
 PYTEST_ARGS ?=
+# Without the cases that show nothing new; `make test-all` sets it to nothing.
+CASES    ?= -m "not exhaustive"
 
 BIN  = $(VENV)/bin
 ifeq ($(MPI),openmpi)
@@ -26,13 +28,14 @@ export OPENBLAS_NUM_THREADS ?= 1
 # Else every rank compiles every module at every start, and writes its lines in pieces.
 unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 
-.PHONY: help run test test-unit test-mpi test-launch test-cluster test-slurm test-net test-gpu \
+.PHONY: help run test test-all test-unit test-mpi test-launch test-cluster test-slurm test-net test-gpu \
         test-floor test-hdf5 fuzz lint bench bench-simulate bench-net bench-relaunch bench-elastic bench-counters bench-staleness bench-rows bench-pipeline comparison soak soak-threads \
         soak-recovery soak-elastic soak-links soak-histories soak-readers docs clean size
 
 help:
 	@echo "make run          train LeNet on 4 ranks, stop half way, go on with 3"
-	@echo "make test         all tests (MPI=mpich for the other MPI); cluster tests need root"
+	@echo "make test         tests of each behaviour (MPI=mpich for the other MPI); cluster tests need root"
+	@echo "make test-all     all cases of them, as CI does"
 	@echo "make test-5       tests/mpi on 5 ranks;  also test-unit test-mpi test-launch"
 	@echo "make test-slurm   real sbatch on a four-node Slurm on this machine (root)"
 	@echo "make test-net     the shaped network of namespaces (root)"
@@ -70,8 +73,11 @@ test: $(VENV)/.test
 	$(MAKE) test-mpi
 	$(MAKE) test-launch
 
+test-all:
+	$(MAKE) CASES= test
+
 test-unit: $(VENV)/.test
-	nice -n 19 $(BIN)/python -m pytest -q -n 2 tests/unit $(PYTEST_ARGS) $(AGAIN)
+	nice -n 19 $(BIN)/python -m pytest -q -n 2 tests/unit $(CASES) $(PYTEST_ARGS) $(AGAIN)
 
 # In several jobs: what tests break off is never freed, and MPICH has 2,048 communicators in a process.
 # Two at a time there, the longest first: its ranks sleep while they wait for a message.
@@ -85,7 +91,7 @@ test-mpi: $(VENV)/.test
 	$(MAKE) -j $(MPI_AT_ONCE) --output-sync=target $(addprefix mpi-part-,$(MPI_PARTS))
 
 mpi-part-%:
-	$(EXEC) $(RANKS) $(BIN)/python -m pytest -q --capture=sys tests/mpi/$(or $(FILES_$*),test_[$*]*).py $(PYTEST_ARGS)
+	$(EXEC) $(RANKS) $(BIN)/python -m pytest -q --capture=sys tests/mpi/$(or $(FILES_$*),test_[$*]*).py $(CASES) $(PYTEST_ARGS)
 
 test-%: $(VENV)/.test
 	$(MAKE) RANKS=$* test-mpi
@@ -96,10 +102,10 @@ fuzz: $(VENV)/.test
 	PYTHONPATH=tests $(EXEC) 4 $(BIN)/python -m mpi4py tests/mpi/fuzz_server_changes.py 200
 
 test-launch: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n $(LAUNCHES) --dist loadfile tests/launch $(PYTEST_ARGS) $(AGAIN)
+	$(BIN)/python -m pytest -q -n $(LAUNCHES) --dist loadfile tests/launch $(CASES) $(PYTEST_ARGS) $(AGAIN)
 
 test-cluster: $(VENV)/.test
-	$(BIN)/python -m pytest -q tests/cluster $(PYTEST_ARGS) $(AGAIN)
+	$(BIN)/python -m pytest -q tests/cluster $(CASES) $(PYTEST_ARGS) $(AGAIN)
 
 test-slurm: $(VENV)/.test
 	$(BIN)/python -m pytest -q tests/cluster -m slurm $(PYTEST_ARGS)

@@ -1,7 +1,8 @@
 """Run tests at many numbers of ranks in one launch: ``mpiexec -n 9 python -m pytest tests/mpi``.
 
 ``@pytest.mark.ranks(1, 2, 3)`` runs a test once for each size; its fixture ``comm`` is a
-communicator of the first n ranks of the world. The other ranks pass over the test, and sleep until
+communicator of the first n ranks of the world. The sizes of ``further=`` are cases that only
+``make test-all`` and CI run. The other ranks pass over the test, and sleep until
 a test needs them. A failure on any rank fails the test on all its ranks; rank 0, which is in each
 test, reports it once, and names the rank. If a test hangs, each of its ranks prints its stack, and
 the whole job ends.
@@ -59,6 +60,8 @@ def pytest_generate_tests(metafunc):
     if "comm" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("ranks")
         sizes = marker.args if marker else (WORLD.size,)
+        further = marker.kwargs.get("further", ()) if marker else ()
+        sizes = [*sizes, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in further)]
         metafunc.parametrize("comm", sizes, indirect=True, ids=lambda n: f"n{n}")
 
 
