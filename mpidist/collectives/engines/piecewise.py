@@ -78,6 +78,7 @@ class PieceSum:
         self._stack: list = []
         self._next = start
         self._weight: float | None = None  # of the newest row, if it is not multiplied yet
+        self._written = False  # whether the sum is where `finish` writes it
         self._staging: np.ndarray | None = None
         self._ahead: CachedPlan | None = None
         self._run: ProgramRun | None = None
@@ -133,10 +134,12 @@ class PieceSum:
             self._ahead = None
         self.rows = self.rows[:0]
 
-    def add(self, vector, weight: float = 1.0) -> None:
+    def add(self, vector, weight: float = 1.0, *, last: bool = False) -> None:
         """Add ``weight * vector`` as the next piece (summand) of this rank.
 
-        The caller may change `vector` after the call. If `vector` is None, zeros are added.
+        The caller may change `vector` after the call. If `vector` is None, zeros are added. `last`
+        says that `vector` will be the `out` of `finish`: if this is the last piece of all, the sum
+        is written there at once, which saves a copy.
         """
         self._take(1)
         row = self.rows[len(self._stack)]
@@ -144,14 +147,19 @@ class PieceSum:
             self._weigh()
             row[...] = 0
         elif isinstance(row, np.ndarray):
-            self._add_in_blocks(vector, self.dtype.type(weight))
+            whole = last and self._next == self.pieces == len(self.mine) and not self.votes
+            out = vector if whole and vector.dtype == self.dtype else None
+            self._add_in_blocks(vector, self.dtype.type(weight), out)
             return
         else:
             array_module(row).multiply(vector, self.dtype.type(weight), out=row, dtype=self.dtype)
         self._join((self._next - 1, self._next))
 
-    def _add_in_blocks(self, vector, weight) -> None:
-        """Add ``weight * vector`` as the newest piece: the same operations as in `_join`."""
+    def _add_in_blocks(self, vector, weight, out=None) -> None:
+        """Add ``weight * vector`` as the newest piece: the same operations as in `_join`.
+
+        If it is joined to others, the sum is written into `out`, or else into its row.
+        """
         top = len(self._stack)
         joins = fixed_tree.push(self._stack, (self._next - 1, self._next), self.pieces)
         ahead, self._weight = self._weight, None
@@ -162,6 +170,8 @@ class PieceSum:
             return
         scratch = np.empty(min(BLOCK, self.n), self.dtype)
         rows = [self.rows[k] for k in range(top - 1, top - joins - 1, -1)]
+        into = rows[-1] if out is None else out
+        self._written = out is not None
         for start, stop in blocks(0, self.n, BLOCK):
             part = scratch[: stop - start]
             np.multiply(vector[start:stop], weight, out=part, dtype=self.dtype)
@@ -170,8 +180,7 @@ class PieceSum:
                 block *= ahead
             for row in rows[:-1]:
                 np.add(row[start:stop], part, out=part)
-            last = rows[-1][start:stop]
-            np.add(last, part, out=last)
+            np.add(rows[-1][start:stop], part, out=into[start:stop])
 
     def next_row(self) -> np.ndarray | None:
         """Return memory for the next piece, which `add_row` then adds; None if there is none.
@@ -304,7 +313,9 @@ class PieceSum:
                     raise
             else:
                 self._exchange(self.rows[: self.held].reshape(-1))
-            copy_into(out, self.rows[0])
+            if not self._written:
+                copy_into(out, self.rows[0])
+        self._written = False
         self._stack.clear()
         self._next = self.mine.start
 

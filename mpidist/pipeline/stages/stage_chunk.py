@@ -68,6 +68,13 @@ class Chunk:
         """Whether a backward pass is needed: a layer of this or an earlier chunk has parameters."""
         return self.first is None or self.first < len(self.layers)
 
+    @property
+    def sends_early(self) -> bool:
+        """Whether the gradient of the input is computed and sent before those of the weights."""
+        return self.first is None and all(
+            _has_halves(layer) for layer in self.layers if layer.shapes()
+        )
+
     def open_sums(self, comm, pieces: int, in_order: bool) -> None:
         """Make the sums over the replicas of this stage, `comm`. Collective over `comm`.
 
@@ -219,5 +226,14 @@ def array_bytes(saved: Any) -> int:
 
 
 def _has_halves(layer) -> bool:
-    halves = ("backward_input", "backward_weights")
-    return all(callable(getattr(layer, half, None)) for half in halves)
+    """Whether the two halves of a layer's backward pass do what its `backward` does.
+
+    They do not if a subclass has a `backward` of its own, and inherits the halves.
+    """
+    kinds = type(layer).__mro__
+    owners = [
+        next((k for k, kind in enumerate(kinds) if name in vars(kind)), None)
+        for name in ("backward", "backward_input", "backward_weights")
+    ]
+    whole, *halves = owners
+    return None not in owners and whole >= max(halves)

@@ -38,6 +38,7 @@ class StagePass:
         self._made: dict[StageAction, Any] = {}  # action -> the array that it will send or use
         # (chunk, microbatch) -> requests of the send of the input's gradient.
         self._sent: dict[tuple[int, int], list] = {}
+        self._after_send: tuple[int, int] | None = None  # whose weights' half follows the send
 
     def do(self, action: StageAction) -> None:
         """Do one action; for a microbatch without samples, nothing is computed or sent."""
@@ -86,6 +87,12 @@ class StagePass:
         self.spans.append((kind, c, i, began, ended))
 
     def _backward(self, c: int, i: int) -> None:
+        # The stages before wait for the last gradient of a step: it is sent before the gradients of
+        # the weights are computed and added.
+        if c and self.last.get(c) == i and self.stage.chunks[c].sends_early:
+            self._after_send = (c, i)
+            self._input(c, i, halves=True)
+            return
         self._input(c, i, halves=False)
         self._add(c, i)
 
@@ -99,6 +106,14 @@ class StagePass:
         self._add(c, i)
         self._done(c, i)
 
+    def _weights_after_send(self, c: int, i: int) -> None:
+        """Compute what `_backward` has left until the gradient of the input is sent."""
+        self._after_send = None
+        began = time.perf_counter()
+        self.stage.chunks[c].backward_weights(i, self._ready(c, i))
+        self.stage.computing += time.perf_counter() - began
+        self._add(c, i)  # it also ends the span of the backward pass
+
     def _input(self, c: int, i: int, halves: bool) -> None:
         stage = self.stage
         chunk = stage.chunks[c]
@@ -108,7 +123,7 @@ class StagePass:
             dy = self._arrived(B, RECV_B, c, i) if chunk.learns else None
         began = time.perf_counter()
         dx = chunk.backward_input(i, dy) if halves else self._whole_backward(c, i, dy)
-        self._computed(I if halves else B, c, i, began)
+        self._computed(I if stage.halves else B, c, i, began)
         if dx is not None:
             self._made[StageAction(SEND_B, c, i)] = dx
         elif not halves:
@@ -182,6 +197,8 @@ class StagePass:
         dest = self.stage.grid.holder(c - 1, i)
         self._sent[c, i] = self.stage.messages.send(dx, dest, 2 * c - 1, self.sizes[i])
         self.stage.cut_bytes[c - 1] += dx.nbytes
+        if self._after_send == (c, i):
+            self._weights_after_send(c, i)
         if not self.stage.halves:
             self._done(c, i)
 

@@ -90,9 +90,11 @@ class SumPart:
             self.sums.add_row(weight)
             self._left -= 1
             return
-        number = () if self._in_order else (microbatch,)
         vector, factor = (None, 1.0) if weight is None else (self.vector, weight)
-        self._adding.add(*number, vector, factor)
+        if self._in_order:
+            self.sums.add(vector, factor, last=True)
+        else:
+            self._adding.add(microbatch, vector, factor)
         self._left -= 1
 
     def close(self) -> None:
