@@ -86,11 +86,12 @@ def test_pieces_written_into_the_sums_memory_have_the_same_bits(comm, ways, monk
             values, written = vectors(pieces, 41, dtype), 0
             values[:: turn + 2] = 0
             factors = 0.25 + np.arange(pieces) / 8
+            out = np.empty(41, dtype)
             piece, stop = sums.mine.start, sums.mine.stop
             while piece < stop:
                 row = sums.next_row()
                 assert row is None or row.dtype == sums.dtype
-                way = rng.integers(4)
+                way = rng.integers(5)
                 if turn < 3:  # first all into rows, then the odd ones
                     way = (0, 3, 1)[turn] if piece % 2 == 0 else 0
                 if way == 0 and row is not None:
@@ -102,11 +103,16 @@ def test_pieces_written_into_the_sums_memory_have_the_same_bits(comm, ways, monk
                     weighted = two * factors[piece : piece + 2, None].astype(sums.dtype)
                     sums.add_node((piece, piece + 2), weighted[0] + weighted[1])
                     piece += 1
+                elif way == 4:  # in three parts, the middle one last
+                    add = sums.begin_piece(factors[piece], out=out)
+                    for start, end in ((0, 20), (33, 41), (20, 33)):
+                        add(start, values[piece, start:end])
                 elif way == 2:
                     sums.add_all(values[piece : piece + 1].copy(), factors[piece])
                 else:
                     zero = not values[piece].any() and turn % 2
-                    sums.add(None if zero else values[piece], factors[piece])
+                    out[...] = values[piece]
+                    sums.add(None if zero else out, factors[piece], last=True)
                 piece += 1
             assert sums.next_row() is None
             # The even ones, and the first one of a rank that begins with an odd one.
@@ -114,7 +120,6 @@ def test_pieces_written_into_the_sums_memory_have_the_same_bits(comm, ways, monk
             assert turn or len(leaves) - 2 <= written <= len(leaves)
             if turn % 2:
                 sums.begin()
-            out = np.empty(41, dtype)
             sums.finish(out)
             work = values.astype(sums.dtype)
             expected = serial(work * factors[:, None].astype(sums.dtype)).astype(dtype)

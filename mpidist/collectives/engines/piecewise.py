@@ -14,14 +14,16 @@ on one node, the buffers are in memory that the ranks share, and no message is s
 the tree's lowest level at once, then all pairs of sums in the next level, and so on.
 
 Adding takes as long as memory is read and written, so `add` goes through a vector in blocks that
-stay in the cache: a block is weighted and then added to all rows that the tree joins. Half of the
-pieces join nothing yet. The caller may write such a piece into the memory where it will be added
+stay in the cache: a block is weighted and then added to all rows that the tree joins. A piece may
+come in parts, which are still in the cache when they are added (`begin_piece`). Half of the pieces
+join nothing yet. The caller may write such a piece into the memory where it will be added
 (`next_row`, `add_row`), and it is weighted when the next piece is added to it.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -141,46 +143,53 @@ class PieceSum:
         says that `vector` will be the `out` of `finish`: if this is the last piece of all, the sum
         is written there at once, which saves a copy.
         """
+        if vector is not None and isinstance(self.rows, np.ndarray):
+            self.begin_piece(weight, out=vector if last else None)(0, vector)
+            return
         self._take(1)
         row = self.rows[len(self._stack)]
         if vector is None:
             self._weigh()
             row[...] = 0
-        elif isinstance(row, np.ndarray):
-            whole = last and self._next == self.pieces == len(self.mine) and not self.votes
-            out = vector if whole and vector.dtype == self.dtype else None
-            self._add_in_blocks(vector, self.dtype.type(weight), out)
-            return
         else:
             array_module(row).multiply(vector, self.dtype.type(weight), out=row, dtype=self.dtype)
         self._join((self._next - 1, self._next))
 
-    def _add_in_blocks(self, vector, weight, out=None) -> None:
-        """Add ``weight * vector`` as the newest piece: the same operations as in `_join`.
+    def begin_piece(self, weight: float = 1.0, *, out=None) -> Callable[[int, np.ndarray], None]:
+        """Begin the next piece of this rank, which comes in parts, in main memory.
 
-        If it is joined to others, the sum is written into `out`, or else into its row.
+        Returns ``add(start, part)``, which adds ``weight * part`` to the elements from `start` on.
+        Each element must be added once, before anything else is added. `out` is the `out` of
+        `finish`, or None: if this is the last piece of all, the sum is written there at once.
         """
-        top = len(self._stack)
+        self._take(1)
+        top, weight = len(self._stack), self.dtype.type(weight)
         joins = fixed_tree.push(self._stack, (self._next - 1, self._next), self.pieces)
         ahead, self._weight = self._weight, None
-        if not joins:
-            if ahead is not None:
-                self.rows[top - 1] *= ahead
-            np.multiply(vector, weight, out=self.rows[top], dtype=self.dtype)
-            return
-        scratch = np.empty(min(BLOCK, self.n), self.dtype)
         rows = [self.rows[k] for k in range(top - 1, top - joins - 1, -1)]
-        into = rows[-1] if out is None else out
-        self._written = out is not None
-        for start, stop in blocks(0, self.n, BLOCK):
-            part = scratch[: stop - start]
-            np.multiply(vector[start:stop], weight, out=part, dtype=self.dtype)
-            block = rows[0][start:stop]
-            if ahead is not None:
-                block *= ahead
-            for row in rows[:-1]:
-                np.add(row[start:stop], part, out=part)
-            np.add(rows[-1][start:stop], part, out=into[start:stop])
+        whole = self._next == self.pieces == len(self.mine) and not self.votes
+        self._written = bool(joins and whole and out is not None and out.dtype == self.dtype)
+        into = out if self._written else self.rows[top - joins]
+        scratch = np.empty(min(BLOCK, self.n) if joins else 0, self.dtype)
+
+        def add(start: int, part) -> None:
+            if not joins:
+                if ahead is not None:
+                    self.rows[top - 1][start : start + len(part)] *= ahead
+                target = into[start : start + len(part)]
+                np.multiply(part, weight, out=target, dtype=self.dtype)
+                return
+            for begin, end in blocks(0, len(part), BLOCK):
+                here, total = slice(start + begin, start + end), scratch[: end - begin]
+                np.multiply(part[begin:end], weight, out=total, dtype=self.dtype)
+                block = rows[0][here]
+                if ahead is not None:
+                    block *= ahead
+                for row in rows[:-1]:
+                    np.add(row[here], total, out=total)
+                np.add(rows[-1][here], total, out=into[here])
+
+        return add
 
     def next_row(self) -> np.ndarray | None:
         """Return memory for the next piece, which `add_row` then adds; None if there is none.

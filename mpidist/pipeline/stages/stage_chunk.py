@@ -38,6 +38,7 @@ class Chunk:
 
     def __init__(self, number: int, layers: Sequence, parameters: dict, first, views, vectors):
         self.number, self.layers, self.parameters = number, list(layers), parameters
+        self._names = [list(layer.shapes()) for layer in self.layers]
         self.first = first
         self.gradients, self.vectors = views, vectors
         self._write_into(views)
@@ -92,11 +93,13 @@ class Chunk:
                 end = vector.size if number == 0 and k == 0 else stop
                 shapes = {name: self.gradients[name].shape for name in names if name in inside}
                 self.parts.append(SumPart(comm, vector[start:end], pieces, shapes, in_order))
+                if not in_parts:
+                    self.parts[-1].share_memory(self._names)
 
-    def _aim(self) -> None:
+    def _aim(self, weight: float | None) -> None:
         """Choose where the layers write the gradients of the microbatch that is next in the sum."""
         for k, part in enumerate(self.parts):
-            memory, views = part.aim()
+            memory, views = part.aim(weight)
             self._written |= views
             if k == 0 and memory is not part.vector:
                 memory[-2:] = part.vector[-2:]  # the loss
@@ -120,21 +123,34 @@ class Chunk:
         """Return the parameters that the forward pass of a microbatch has used."""
         return self.parameters
 
-    def backward(self, microbatch: int, dy, ready: Callable[[str], None] = _nothing):
+    def _take(self, layer: int) -> None:
+        """Add the gradients of a layer, where all layers write into the same memory."""
+        for part in self.parts:
+            part.take(self._names[layer])
+
+    def backward(
+        self,
+        microbatch: int,
+        dy,
+        ready: Callable[[str], None] = _nothing,
+        weight: float | None = None,
+    ):
         """Write the gradients of a microbatch; return the gradient of the input.
 
         The result is None if no layer before this chunk has parameters. ``ready(name)`` is called
-        as soon as the gradient of the parameter `name` is final.
+        as soon as the gradient of the parameter `name` is final. `weight` is the weight in the
+        following `add`.
         """
         tape, parameters = self._tapes.pop(microbatch), self.used_by(microbatch)
         del self._bytes[microbatch]
-        self._aim()
+        self._aim(weight)
         last = 0 if self.first is None else self.first
         for i in range(len(self.layers) - 1, last - 1, -1):
             first = i == self.first
             dy = self.layers[i].backward(
                 parameters, tape.pop(), dy, self._written, ready, first=first
             )
+            self._take(i)
         return dy if self.first is None else None
 
     def backward_input(self, microbatch: int, dy):
@@ -150,25 +166,31 @@ class Chunk:
             if not _has_halves(layer):
                 whole = {name: self._written[name].copy() for name in layer.shapes()}
                 dy = layer.backward(self.parameters, saved, dy, whole, _nothing, first=first)
-                later.append((None, whole, None))
+                later.append((i, None, whole, None))
                 continue
             if layer.shapes():
-                later.append((layer, saved, dy))
+                later.append((i, layer, saved, dy))
             dy = None if first else layer.backward_input(self.parameters, saved, dy)
         self._later[microbatch] = later
         return dy if self.first is None else None
 
-    def backward_weights(self, microbatch: int, ready: Callable[[str], None] = _nothing) -> None:
-        """Write the gradients of a microbatch. Called after `backward_input`."""
+    def backward_weights(
+        self,
+        microbatch: int,
+        ready: Callable[[str], None] = _nothing,
+        weight: float | None = None,
+    ) -> None:
+        """Write the gradients of a microbatch, see `backward`. Called after `backward_input`."""
         del self._bytes[microbatch]
-        self._aim()
-        for layer, saved, dy in self._later.pop(microbatch):
+        self._aim(weight)
+        for i, layer, saved, dy in self._later.pop(microbatch):
             if layer is None:
                 for name, gradient in saved.items():
                     self._written[name][...] = gradient
                     ready(name)
             else:
                 layer.backward_weights(self.parameters, saved, dy, self._written, ready)
+            self._take(i)
 
     def note_loss(self, loss: float) -> None:
         """Put the loss of a microbatch beside its gradients, before they are added."""
@@ -231,9 +253,9 @@ def _has_halves(layer) -> bool:
     They do not if a subclass has a `backward` of its own, and inherits the halves.
     """
     kinds = type(layer).__mro__
-    owners = [
-        next((k for k, kind in enumerate(kinds) if name in vars(kind)), None)
-        for name in ("backward", "backward_input", "backward_weights")
-    ]
-    whole, *halves = owners
-    return None not in owners and whole >= max(halves)
+
+    def depth(name: str) -> int:
+        return next((k for k, kind in enumerate(kinds) if name in vars(kind)), -1)
+
+    halves = depth("backward_input"), depth("backward_weights")
+    return min(halves) >= 0 and depth("backward") >= max(halves)

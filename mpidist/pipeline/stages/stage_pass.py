@@ -101,7 +101,7 @@ class StagePass:
 
     def _weights_half(self, c: int, i: int) -> None:
         began = time.perf_counter()
-        self.stage.chunks[c].backward_weights(i, self._ready(c, i))
+        self._backward_weights(c, i)
         self._computed(W, c, i, began)
         self._add(c, i)
         self._done(c, i)
@@ -110,7 +110,7 @@ class StagePass:
         """Compute what `_backward` has left until the gradient of the input is sent."""
         self._after_send = None
         began = time.perf_counter()
-        self.stage.chunks[c].backward_weights(i, self._ready(c, i))
+        self._backward_weights(c, i)
         self.stage.computing += time.perf_counter() - began
         self._add(c, i)  # it also ends the span of the backward pass
 
@@ -130,7 +130,12 @@ class StagePass:
             self._done(c, i)
 
     def _whole_backward(self, c: int, i: int, dy):
-        return self.stage.chunks[c].backward(i, dy, self._ready(c, i))
+        weight = self.sizes[i] / self.total
+        return self.stage.chunks[c].backward(i, dy, self._ready(c, i), weight)
+
+    def _backward_weights(self, c: int, i: int) -> None:
+        weight = self.sizes[i] / self.total
+        self.stage.chunks[c].backward_weights(i, self._ready(c, i), weight)
 
     def _ready(self, c: int, i: int) -> Callable[[str], None]:
         """Return the function that the backward pass calls when a gradient is final.

@@ -16,6 +16,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from ...collectives.engines.node_barrier import faked_nodes
 from ...collectives.engines.piecewise import PieceSum
 from ...runtime.topology import topology_of
@@ -54,6 +56,13 @@ class SumPart:
         self._left = len(self.sums.mine)
         self._row: Any = None  # where the next microbatch is written, if it is not `vector`
         self._views: dict[int, dict] = {}  # of memory for a microbatch, by its address
+        self._bounds: dict[str, tuple[int, int]] = {}  # where the gradients are in `vector`
+        stop = 0
+        for name, shape in shapes.items():
+            start, stop = stop, stop + math.prod(shape)
+            self._bounds[name] = start, stop
+        self._one_layer: dict[str, Any] = {}  # the gradients of all layers in the same memory
+        self._add_part: Any = None  # adds a part of the microbatch that is computed now
         # This is collective, so it is done here: later a replica may wait in a pass for others.
         self.sums.prepare()
 
@@ -62,23 +71,55 @@ class SumPart:
         """Whether this rank has added the gradients of all its microbatches."""
         return self._left == 0
 
-    def aim(self) -> tuple[Any, dict]:
+    def share_memory(self, layers: Sequence[Sequence[str]]) -> None:
+        """Let the gradients of all layers be written into the same memory, one layer at a time.
+
+        They are added while they are still in the cache. `layers` are the names of each layer.
+        Does nothing where the memory would not be much smaller than `vector`.
+        """
+        mine = [[name for name in names if name in self._bounds] for names in layers]
+        sizes = [sum(math.prod(self._shapes[name]) for name in names) for names in mine]
+        if not self._fits or 2 * max(sizes) > self.vector.size:
+            return
+        memory = np.empty(max(sizes), self.vector.dtype)
+        for names in mine:
+            stop = 0
+            for name in names:
+                start, stop = stop, stop + math.prod(self._shapes[name])
+                self._one_layer[name] = memory[start:stop].reshape((1, *self._shapes[name]))
+
+    @property
+    def _fits(self) -> bool:
+        """Whether gradients may be written into memory of the sum, or added in parts."""
+        ours = isinstance(self.sums.rows, np.ndarray) and self.sums.dtype == self.vector.dtype
+        return self._in_order and ours
+
+    def aim(self, weight: float | None) -> tuple[Any, dict]:
         """Return where to write the gradients of the next microbatch: a vector, and its views.
 
-        It is `vector`, or memory of the sum itself, which saves a copy. A view has one more axis in
-        front, with one entry.
+        It is `vector`, or memory of the sum itself, which saves a copy, or memory that all layers
+        share; then call `take` after each layer. A view has one more axis in front, with one entry.
+        `weight` is that of the microbatch, if it is known.
         """
-        fits = self._in_order and self.sums.dtype == self.vector.dtype
-        self._row = self.sums.next_row() if fits else None
+        self._row = self.sums.next_row() if self._fits else None
+        if self._row is None and self._one_layer and weight is not None:
+            self._add_part = self.sums.begin_piece(weight, out=self.vector)
+            return self.vector, self._one_layer
         memory = self.vector if self._row is None else self._row
         key = memory.ctypes.data if self._row is not None else 0
         if key not in self._views:
-            stop, views = 0, {}
-            for name, shape in self._shapes.items():
-                start, stop = stop, stop + math.prod(shape)
-                views[name] = memory[start:stop].reshape((1, *shape))
-            self._views[key] = views
+            self._views[key] = {
+                name: memory[start:stop].reshape((1, *self._shapes[name]))
+                for name, (start, stop) in self._bounds.items()
+            }
         return memory, self._views[key]
+
+    def take(self, names: Sequence[str]) -> None:
+        """Add the gradients of a layer, if they are in memory that the layers share."""
+        if self._add_part is not None:
+            for name in names:
+                if name in self._bounds:
+                    self._add_part(self._bounds[name][0], self._one_layer[name].reshape(-1))
 
     def add(self, microbatch: int, weight: float | None) -> None:
         """Add a microbatch's gradients times `weight`; None for a microbatch without samples.
@@ -86,6 +127,12 @@ class SumPart:
         They are where `aim` has said, or in `vector` if it was not called for this microbatch.
         """
         row, self._row = self._row, None
+        if self._add_part is not None:  # what belongs to no layer is left
+            done = max((stop for _, stop in self._bounds.values()), default=0)
+            self._add_part(done, self.vector[done:])
+            self._add_part = None
+            self._left -= 1
+            return
         if row is not None and weight is not None:
             self.sums.add_row(weight)
             self._left -= 1
@@ -101,6 +148,7 @@ class SumPart:
         """Free the sum. Collective over the replicas of the stage; no messages are sent."""
         self._row = None  # this and the views are in the memory of the sum
         self._views.clear()
+        self._one_layer.clear()
         self.sums.close()
 
     def finish(self) -> None:
