@@ -80,7 +80,7 @@ class PieceSum:
         self._stack: list = []
         self._next = start
         self._weight: float | None = None  # of the newest row, if it is not multiplied yet
-        self._written = False  # whether the sum is where `finish` writes it
+        self._total: np.ndarray | None = None  # the whole sum, if it is not in the first row
         self._staging: np.ndarray | None = None
         self._ahead: CachedPlan | None = None
         self._run: ProgramRun | None = None
@@ -168,8 +168,9 @@ class PieceSum:
         ahead, self._weight = self._weight, None
         rows = [self.rows[k] for k in range(top - 1, top - joins - 1, -1)]
         whole = self._next == self.pieces == len(self.mine) and not self.votes
-        self._written = bool(joins and whole and out is not None and out.dtype == self.dtype)
-        into = out if self._written else self.rows[top - joins]
+        if joins and whole and out is not None and out.dtype == self.dtype:
+            self._total = out
+        into = self.rows[top - joins] if self._total is None else self._total
         scratch = np.empty(min(BLOCK, self.n) if joins else 0, self.dtype)
 
         def add(start: int, part) -> None:
@@ -322,9 +323,9 @@ class PieceSum:
                     raise
             else:
                 self._exchange(self.rows[: self.held].reshape(-1))
-            if not self._written:
-                copy_into(out, self.rows[0])
-        self._written = False
+            if self._total is not out:
+                copy_into(out, self.rows[0] if self._total is None else self._total)
+        self._total = None
         self._stack.clear()
         self._next = self.mine.start
 

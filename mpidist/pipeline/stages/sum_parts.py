@@ -146,7 +146,7 @@ class SumPart:
 
     def close(self) -> None:
         """Free the sum. Collective over the replicas of the stage; no messages are sent."""
-        self._row = None  # this and the views are in the memory of the sum
+        self._row = self._add_part = None  # these and the views are in the memory of the sum
         self._views.clear()
         self._one_layer.clear()
         self.sums.close()
