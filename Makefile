@@ -80,18 +80,19 @@ test-unit: $(VENV)/.test
 	nice -n 19 $(BIN)/python -m pytest -q -n 2 tests/unit $(CASES) $(PYTEST_ARGS) $(AGAIN)
 
 # In several jobs: what tests break off is never freed, and MPICH has 2,048 communicators in a process.
-# Two at a time there, the longest first: its ranks sleep while they wait for a message.
-MPI_PARTS    = $(if $(filter openmpi,$(MPI)),all,se a-c d-n t-z p-r s o)
+# All cases need seven of them. Two at a time, the longest first: its ranks sleep while they wait.
+MPI_PARTS    = $(if $(filter openmpi,$(MPI)),all,$(if $(CASES),se p-z d-o a-c,se a-c d-n t-z p-r s o))
 MPI_AT_ONCE ?= $(if $(filter openmpi,$(MPI)),1,2)
 FILES_all    = test_*
 FILES_se     = test_se*
 FILES_s      = test_s[!e]*
+FILES_p-z    = test_[p-rt-z]* test_s[!e]*
 
 test-mpi: $(VENV)/.test
 	$(MAKE) -j $(MPI_AT_ONCE) --output-sync=target $(addprefix mpi-part-,$(MPI_PARTS))
 
 mpi-part-%:
-	$(EXEC) $(RANKS) $(BIN)/python -m pytest -q --capture=sys tests/mpi/$(or $(FILES_$*),test_[$*]*).py $(CASES) $(PYTEST_ARGS)
+	$(EXEC) $(RANKS) $(BIN)/python -m pytest -q --capture=sys $(patsubst %,tests/mpi/%.py,$(or $(FILES_$*),test_[$*]*)) $(CASES) $(PYTEST_ARGS)
 
 test-%: $(VENV)/.test
 	$(MAKE) RANKS=$* test-mpi

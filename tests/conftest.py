@@ -98,7 +98,8 @@ def pytest_addoption(parser):
 def pytest_runtest_makereport(item, call):
     outcome = yield
     report = outcome.get_result()
-    if report.skipped and item.config.getoption("--fail-on-skip"):
+    expected = hasattr(report, "wasxfail")
+    if report.skipped and not expected and item.config.getoption("--fail-on-skip"):
         reason = str(call.excinfo.value) if call.excinfo else str(report.longrepr)
         if not any(expected in reason for expected in EXPECTED_SKIPS):
             report.outcome = "failed"

@@ -2,10 +2,11 @@
 
 ``@pytest.mark.ranks(1, 2, 3)`` runs a test once for each size; its fixture ``comm`` is a
 communicator of the first n ranks of the world. The sizes of ``further=`` are cases that only
-``make test-all`` and CI run. The other ranks pass over the test, and sleep until
-a test needs them. A failure on any rank fails the test on all its ranks; rank 0, which is in each
-test, reports it once, and names the rank. If a test hangs, each of its ranks prints its stack, and
-the whole job ends.
+``make test-all`` and CI run; of a test with ``@pytest.mark.covering`` these are all but so many as
+have each size and each value of its parameters once. The other ranks pass over the test, and sleep
+until a test needs them. A failure on any rank fails the test on all its ranks; rank 0, which
+is in each test, reports it once, and names the rank. If a test hangs, each of its ranks prints its
+stack, and the whole job ends.
 """
 
 import faulthandler
@@ -22,6 +23,7 @@ import fake_torch
 import numpy as np
 import pytest
 import tiers
+from covering import mark_the_rest
 from meeting import Meeting, sleep_until
 from mpi4py import MPI
 
@@ -65,9 +67,11 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("comm", sizes, indirect=True, ids=lambda n: f"n{n}")
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Leave out what this rank has no part in; a skip is rank 0's, and what needs no ranks."""
+    mark_the_rest(items)  # before ``-m`` chooses, and while all ranks have all tests
+    yield
 
     def ranks(item):
         size = item.callspec.params.get("comm", 1) if hasattr(item, "callspec") else 1
@@ -110,7 +114,10 @@ def comm(request):
     MEETING[size].meet(None, look)
     comm = FIRST[size].Dup()
     yield comm
-    if not getattr(request.node, "mpi_failed", False):
+    if not hasattr(request.node, "mpi_failed"):
+        # Another fixture has failed here, or left the test out: those who run it hear so.
+        tell(request.node, getattr(request.node, "mpi_setup", ("fail", "broken off before it")))
+    if not request.node.mpi_failed:
         from mpidist.runtime.context import free
 
         free(comm)
@@ -198,6 +205,24 @@ def show(failure):
     return look
 
 
+def tell(item, mine):
+    """Meet the other ranks behind a test, and hear what each has to tell: `mine`, or None."""
+    size = item.callspec.params["comm"]
+    # A rank that failed tells why before the job is ended, if others wait for it for ever.
+    told = MEETING[size].meet(mine, show(mine))
+    everyone = FIRST[size].allgather(mine) if told else [None] * size
+    item.mpi_failed = any(kind == "fail" for kind, _ in filter(None, everyone))
+    return everyone
+
+
+def pytest_runtest_makereport(item, call):
+    """Keep why a fixture has failed: the other ranks run the test meanwhile."""
+    if call.when == "setup" and call.excinfo is not None:
+        skipped = call.excinfo.errisinstance(pytest.skip.Exception)
+        told = call.excinfo.value if skipped else call.excinfo.getrepr(style="native")
+        item.mpi_setup = "skip" if skipped else "fail", str(told)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     if "comm" not in pyfuncitem.funcargs:
@@ -211,16 +236,9 @@ def pytest_pyfunc_call(pyfuncitem):
         mine = ("skip", str(skip))
     except BaseException:
         mine = ("fail", traceback.format_exc())
-    size = pyfuncitem.callspec.params["comm"]
-    # A rank that failed tells why before the job is ended, if others wait for it for ever.
-    if not MEETING[size].meet(mine, show(mine)):
-        return True
-    everyone = FIRST[size].allgather(mine)
-    failures = {
-        r: text for r, (kind, text) in enumerate(e or ("", "") for e in everyone) if kind == "fail"
-    }
+    everyone = tell(pyfuncitem, mine)
+    failures = {r: e[1] for r, e in enumerate(everyone) if e and e[0] == "fail"}
     if failures:
-        pyfuncitem.mpi_failed = True
         first = min(failures)
         same = sorted(failures)
         pytest.fail(f"failed on ranks {same}; rank {first} says:\n{failures[first]}", pytrace=False)

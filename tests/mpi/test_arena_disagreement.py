@@ -55,6 +55,7 @@ def raised_by_all(comm, act, kind=MismatchError, match=None, seconds=8):
     return caught.value
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 5)
 @pytest.mark.parametrize("case", BAD_SPECS)
 def test_a_spec_that_one_rank_alone_has(comm, case):
@@ -80,6 +81,7 @@ def test_other_nodes_on_one_rank(comm):
     usable(comm)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("ranks_per_node", [None, 1, 2])
 @pytest.mark.parametrize("n", [5, 5000])
@@ -137,6 +139,7 @@ def acts(comm):
 NAMES = list(acts(MPI.COMM_SELF))
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("cached", [False, True])
@@ -150,7 +153,7 @@ def test_a_constructor_against_another_call(comm, name, cached):
     raised_by_all(comm, acts(comm)[name][comm.rank == 1])
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 def test_closing_on_one_rank_alone_hangs_nobody(comm):
     """`md.train` with other `steps` on one rank: it has left when the others still reduce."""
     arena = md.Arena(comm, SPEC)
@@ -175,6 +178,7 @@ def test_a_closed_arena_is_not_reduced(comm):
     usable(comm)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("where", ["open", "ftruncate", "posix_fallocate", "mmap"])
 @pytest.mark.parametrize("rank", [0, 1])
@@ -220,6 +224,7 @@ def test_no_memory_at_all_on_one_rank(comm, monkeypatch):
     usable(comm)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_an_exception_between_the_vectors_of_an_arena(comm, ranks_per_node, monkeypatch):

@@ -75,6 +75,7 @@ def mean(comm, step):
     return (comm.size - 1) / 2 + step
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(1, 2, 3, 5)
 @NODES
 @pytest.mark.parametrize(
@@ -97,6 +98,7 @@ def test_gradients_are_means(comm, torch, ranks_per_node, dtypes, set_to_none):
         md.check_replicas(comm, model.module)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @NODES
 @pytest.mark.parametrize("passes", [2, 3])
@@ -117,7 +119,7 @@ def test_several_backward_passes_add_up(comm, torch, ranks_per_node, passes):
             model.check(gradients, total)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 @NODES
 def test_what_is_not_used_has_no_gradient(comm, torch, ranks_per_node):
     """None on all ranks stays None, as an optimizer expects; on one it is zero there."""
@@ -138,7 +140,7 @@ def test_what_is_not_used_has_no_gradient(comm, torch, ranks_per_node):
         md.check_replicas(comm, model.module)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 @NODES
 def test_tied_weights(comm, torch, ranks_per_node):
     """One parameter under two names is one gradient."""
@@ -153,7 +155,7 @@ def test_tied_weights(comm, torch, ranks_per_node):
             model.check(gradients, mean(comm, step))
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, further=(3,))
 @NODES
 def test_weights(comm, torch, ranks_per_node):
     """A rank with no sample gives no gradient; weights at every step or at none."""
@@ -213,6 +215,7 @@ def test_a_gradient_that_nobody_averages_is_refused(comm, torch):
         model.optimizer.step()
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 @pytest.mark.parametrize("how", ["written", "replaced", "dropped"])
@@ -237,7 +240,7 @@ def test_what_has_left_is_not_to_be_touched(comm, torch, ranks_per_node, how):
     gradients.close()
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, further=(4,))
 @NODES
 def test_gradients_that_are_given_up(comm, torch, ranks_per_node):
     """A backward whose gradients are dropped (another loss, a bad batch) leaves no trace."""
@@ -253,7 +256,7 @@ def test_gradients_that_are_given_up(comm, torch, ranks_per_node):
             model.optimizer.zero_grad()
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, further=(4,))
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_ranks_with_more_passes_are_told(comm, torch, ranks_per_node):
     if comm.size == ranks_per_node:

@@ -62,7 +62,7 @@ def near(parameters, expected):
         np.testing.assert_allclose(parameters[name], array, atol=2e-5, err_msg=name)
 
 
-@pytest.mark.ranks(1, 2, 3, 5)
+@pytest.mark.ranks(1, 2, 3, further=(5,))
 def test_bad_records_are_skipped_by_all_together(comm, folder):
     """R42: the mean is over the rest; each is looked at once, and then known on all ranks."""
     bad = {7, 33, 80}
@@ -127,7 +127,7 @@ def test_a_mistake_in_the_model_is_no_bad_record(comm):
 BITS: dict = {}
 
 
-@pytest.mark.ranks(1, 2, 3, 5)
+@pytest.mark.ranks(1, 3, further=(2, 5))
 def test_microbatches_keep_their_bits(comm):
     """Whatever the number of ranks, with records bad in the source and in the model."""
     labels = Y.copy()
@@ -225,6 +225,7 @@ def test_a_thousandth_by_default(comm):
         md.train(comm, model, Source({7}), optimizer=optim.sgd(0.1), global_batch=8, epochs=1)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(3, 5)
 @pytest.mark.parametrize("mode", [md.BSP(), md.ASP()], ids=str)
 def test_workers_of_servers(comm, folder, mode):

@@ -36,6 +36,7 @@ def reference(x, axis):
 CASES = [((29, 6), 0, 0), ((29, 3, 4, 5), (0, 2, 3), 0), ((3, 4, 5, 29), (1, 2, 3), 3)]
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(*SIZES)
 @pytest.mark.parametrize(("shape", "axis", "samples"), CASES)
 def test_forward_equals_the_whole_batch(comm, xp, shape, axis, samples):
@@ -54,6 +55,7 @@ def test_forward_equals_the_whole_batch(comm, xp, shape, axis, samples):
     assert len(set(comm.allgather(bits))) == 1
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(*SIZES)
 @pytest.mark.parametrize(("shape", "axis", "samples"), CASES)
 def test_backward_is_the_gradient_of_the_whole(comm, shape, axis, samples):

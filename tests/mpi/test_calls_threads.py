@@ -1,7 +1,7 @@
 """Calls from two threads, and ranks that wait for each other on two communicators."""
 
+import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ from until import wait_until
 
 import mpidist as md
 from mpidist.errors import MismatchError, ProtocolError
+from mpidist.runtime import polling
 from mpidist.runtime.context import of
 
 
@@ -48,7 +49,15 @@ def test_a_second_thread_is_refused(comm):
     mine.Free()
 
 
-@pytest.mark.ranks(2, 3)
+def waits(thread):
+    """Whether it waits for other ranks."""
+    frame = sys._current_frames().get(thread.ident)
+    while frame is not None and frame.f_code is not polling.wait_until.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+@pytest.mark.ranks(2, further=(3,))
 def test_a_second_thread_in_the_first_call_is_refused(comm):
     """R97: while the communicator is still cold; the first thread's call goes on."""
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
@@ -58,7 +67,7 @@ def test_a_second_thread_in_the_first_call_is_refused(comm):
         first = threading.Thread(target=md.allreduce, args=(mine, x))
         if comm.rank == 1:
             first.start()
-            time.sleep(0.4)
+            wait_until(lambda: waits(first), 30)  # noqa: B023
             found.append(seconds_of(lambda: call(mine, np.ones(3))))  # noqa: B023
         comm.Barrier()
         if comm.rank == 1:
@@ -78,7 +87,7 @@ def test_a_second_thread_in_the_first_call_is_refused(comm):
 CALLS = 60
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, further=(3,))
 def test_threads_on_communicators_of_their_own(comm):
     """A short version of tests/soak/threads.py, which makes 3 x 10,000 calls."""
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
@@ -119,6 +128,7 @@ def test_threads_on_communicators_of_their_own(comm):
         mine.Free()
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("case", ["two", "new", "part"])
 @pytest.mark.parametrize("n", [3, 5000])

@@ -114,7 +114,7 @@ def parallel(request, monkeypatch):
         pytest.skip("no parallel HDF5 here")
 
 
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(3, further=(2, 4))
 def test_all_ranks_write_one_file(comm, folder, parallel):
     """The same file as that of one process, bit by bit; a damaged step is passed over.
 

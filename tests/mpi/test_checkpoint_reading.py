@@ -66,6 +66,7 @@ def check(state, comm):
     np.testing.assert_array_equal(state["momentum"]["w"].array, expected["momentum"]["w"].array)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(1, 2, 3, 5, 8)
 @pytest.mark.parametrize("writers", ["all", 1, 3])
 def test_bytes_read_on_any_number_of_ranks(comm, folder, monkeypatch, writers):
@@ -80,6 +81,7 @@ def test_bytes_read_on_any_number_of_ranks(comm, folder, monkeypatch, writers):
     assert 1.0 <= read / (2 * 4 * ELEMENTS) <= 1.02
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(3, 5, 8)
 @pytest.mark.parametrize("saved_by", [1, 2])
 def test_bytes_read_on_more_ranks_than_saved(comm, folder, monkeypatch, saved_by):
@@ -106,6 +108,7 @@ def test_bytes_read_on_more_ranks_than_saved(comm, folder, monkeypatch, saved_by
     assert 1.0 <= every / (2 * 4 * ELEMENTS) <= 1.02
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("saved", ["whole", "tiles"])
 @pytest.mark.parametrize("staged", [None, 0])
@@ -137,7 +140,7 @@ def test_what_is_passed_on(comm, folder, monkeypatch, saved, staged):
             assert (got["s"], got["t"]) == (3, 5)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, further=(3,))
 def test_damage_in_what_another_rank_reads(comm, folder, monkeypatch):
     """The rank that reads a block for all finds it; all go back to the step before."""
     monkeypatch.setattr(files, "BLOCK", BLOCK)
@@ -158,7 +161,7 @@ def test_damage_in_what_another_rank_reads(comm, folder, monkeypatch):
             comm.Barrier()
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 def test_a_rank_that_reads_slowly(comm, folder, monkeypatch):
     """What it is to pass on goes when it has come, not before, whatever the others have by then."""
     monkeypatch.setattr(files, "BLOCK", BLOCK)
@@ -170,6 +173,7 @@ def test_a_rank_that_reads_slowly(comm, folder, monkeypatch):
         check(store.restore(state_of(comm, blank=True))[1], comm)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError()])
 def test_a_rank_that_cannot_read(comm, folder, monkeypatch, error):
@@ -191,6 +195,7 @@ def test_a_rank_that_cannot_read(comm, folder, monkeypatch, error):
         check(store.restore(state_of(comm, blank=True))[1], comm)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("where", ["Filling", "message_room"])
 @pytest.mark.parametrize("few", [0, 2048])
@@ -235,7 +240,7 @@ def test_arrays_that_only_some_want_or_want_otherwise(comm, folder):
         comm.Barrier()
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 3, further=(2,))
 @pytest.mark.parametrize("good", [1, 2])
 def test_two_names_of_one_array(comm, folder, monkeypatch, good):
     """Tied weights, which several ranks read and pass on under both names."""

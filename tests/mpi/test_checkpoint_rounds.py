@@ -55,7 +55,7 @@ def taken(calls: list) -> list:
     return found
 
 
-@pytest.mark.ranks(3, 4)
+@pytest.mark.ranks(3, further=(4,))
 @pytest.mark.parametrize("state", [replicated, sharded])
 def test_a_restore(comm, folder, calls, state):
     """The agreement on arguments and on what is wanted; rank 0's answer; the outcome."""
@@ -72,6 +72,7 @@ def test_a_restore(comm, folder, calls, state):
         assert taken(calls) == ["Iallreduce", "Ibcast", "Iallreduce", "Iallreduce", "Iallreduce"]
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("state", [replicated, sharded])
 def test_a_save(comm, folder, calls, state):
@@ -98,7 +99,7 @@ def test_a_save(comm, folder, calls, state):
     assert md.load(folder, 5)["parameters"]["w3"][0, 0] == 6.0
 
 
-@pytest.mark.ranks(3, 4)
+@pytest.mark.ranks(3, further=(4,))
 def test_a_store_with_copies_on_nodes(comm, folder, calls):
     """A save has one more: who holds what, told to all, and the outcome on the nodes.
 
@@ -114,7 +115,7 @@ def test_a_store_with_copies_on_nodes(comm, folder, calls):
         assert found == ["Iallreduce", "Iallreduce", "Ibcast", "Iallreduce"]
 
 
-@pytest.mark.ranks(3, 4)
+@pytest.mark.ranks(3, further=(4,))
 def test_a_store_for_which_nodes_hold_nothing(comm, folder, calls):
     """A restore has one more: are there copies at all?"""
     with md.CheckpointStore(comm, folder / "shared") as store:

@@ -104,7 +104,7 @@ def test_async_gives_the_same_bytes(comm, folder):
             same(store.restore(step=5)[1], 5)
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(3, further=(1,))
 def test_a_save_in_the_background_commits_by_itself(comm, folder, monkeypatch):
     """Issue 4, point 4: no rank makes another call of the store, and one is slow to write."""
     write = shard.write

@@ -16,7 +16,7 @@ from mpidist.checkpoint import node_copies
 from mpidist.errors import CheckpointError, StorageError
 
 
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(2, 4, further=(3,))
 def test_the_newest_step_is_on_the_nodes(comm, place, monkeypatch):
     """A job that died before the shared folder had its last step goes on from it all the same."""
     place.killed_before_the_copy(2, monkeypatch)
@@ -43,7 +43,7 @@ def test_the_newest_step_is_on_the_nodes(comm, place, monkeypatch):
     assert not any(list(node.iterdir()) for node in place.nodes), "removed with the store"
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, further=(4,))
 def test_a_copy_that_is_newer_than_the_shared_folder_is_not_removed(comm, place, monkeypatch):
     """Not by a job that only looks."""
     place.killed_before_the_copy(2, monkeypatch)
@@ -55,7 +55,7 @@ def test_a_copy_that_is_newer_than_the_shared_folder_is_not_removed(comm, place,
         assert store.restore(blank(comm))[0] == 2
 
 
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(2, 3, further=(4,))
 def test_a_lost_node(comm, place, monkeypatch):
     """The shared folder is what is left; the other node's copies are of another history then."""
     place.killed_before_the_copy(2, monkeypatch)
@@ -185,6 +185,7 @@ def test_time_is_counted_once(comm, folder):
     }
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("how", ["flip", "cut", "manifest", "gone"])
 def test_a_damaged_copy(comm, place, monkeypatch, how, capfd):

@@ -40,7 +40,7 @@ def test_other_ranks_read_the_shared_folder(comm, place, monkeypatch):
         assert usable(store, blank(comm)) == [(0, 2)]
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, further=(4,))
 def test_copies_of_two_saves_are_not_mixed(comm, place, monkeypatch, folder):
     """A node that was away for an attempt comes back with the copy of an earlier one."""
     place.killed_before_the_copy(2, monkeypatch)
@@ -75,7 +75,7 @@ def test_another_run_in_the_same_memory(comm, place, monkeypatch, folder):
         assert ".local is damaged" in text
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, further=(4,))
 def test_a_node_without_room(comm, folder, capfd, monkeypatch):
     """Said once; the step is in the shared folder when `save` returns. Then the room is back."""
     place = Place(comm, folder)
@@ -159,7 +159,7 @@ def uneven(comm, step):
     return {"step": step}
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 def test_ranks_that_hold_nothing_of_a_kind(comm, folder, capfd):
     """Ranks of one node need not have the same kinds of leaves, nor any array at all."""
     place = Place(comm, folder)
@@ -208,7 +208,7 @@ def killed_with(place, monkeypatch, step, before=None, **options):
     place.comm.Barrier()
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, further=(4,))
 def test_a_beginning_that_is_on_the_nodes_alone(comm, place, monkeypatch):
     """Issue 10: its number is lower than the shared folder's, and it is the newest all the same."""
     with place.store() as store:
@@ -233,7 +233,7 @@ def test_a_beginning_that_is_on_the_nodes_alone(comm, place, monkeypatch):
         store.restore(blank(comm))
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, further=(4,))
 def test_a_branch_that_is_on_the_nodes_alone(comm, place, monkeypatch):
     """The run went back to 1 from 3, on the nodes: what they hold of 3 goes with the next save."""
     with place.store() as store:

@@ -48,7 +48,7 @@ def counting(made):
     return Counted
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 3, further=(2,))
 def test_a_run_with_a_store_makes_few_communicators(comm, folder):
     """At most four: two of the context, the ranks of a node, once per job the exit barrier."""
     made: list[str] = []

@@ -30,6 +30,7 @@ def test_it_works_where_the_tests_run(comm):
     assert memory_of(of(comm)).cross is not None
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3, 5, 8)
 @pytest.mark.parametrize(
     ("op", "dtype"), [("sum", "f4"), ("mean", "f4"), ("mean", "f8"), ("max", "f8"), ("sum", "i4")]
@@ -56,6 +57,7 @@ def test_the_same_bits_as_staged(comm, reached, op, dtype):
     other.Free()
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3, 5)
 @pytest.mark.parametrize("algorithm", ["node", "single_copy"])
 def test_vectors_that_move(comm, reached, algorithm):
@@ -72,6 +74,7 @@ def test_vectors_that_move(comm, reached, algorithm):
         assert (z == comm.size).all()
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(3, 4, 5, 8)
 @pytest.mark.parametrize("ranks_per_node", [2, 3])
 def test_lanes_between_nodes(comm, monkeypatch, ranks_per_node):
@@ -213,7 +216,7 @@ def test_a_vector_that_cannot_be_written_fails_on_all_ranks(comm, reached):
             md.allreduce(other, x, algorithm="node")
 
 
-@pytest.mark.ranks(2, 3, 5)
+@pytest.mark.ranks(2, 3, further=(5,))
 def test_a_single_copy_of_any_length(comm, monkeypatch):
     """Shorter than the ranks, one piece, several; on an arena, with a mean, without the kernel."""
     monkeypatch.setattr(cross_copy, "PIECE_BYTES", 4 << 10)

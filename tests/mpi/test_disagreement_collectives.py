@@ -64,6 +64,7 @@ def test_every_parameter_has_a_case(name):
     assert set(inspect.signature(getattr(md, name)).parameters) - MAY_DIFFER == set(CASES[name])
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(("name", "parameter", "value", "words"), ALL)
 def test_all_ranks_raise(comm, name, parameter, value, words):
@@ -97,6 +98,7 @@ def test_all_ranks_raise(comm, name, parameter, value, words):
 WEIGHTS = {"-1": "weight=-1.0", "nan": "weight=nan", "text": "weight=nan", "none": "reduce"}
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("again", [False, True], ids=["first", "prepared"])
 @pytest.mark.parametrize("weight", WEIGHTS)
@@ -135,6 +137,7 @@ class Raising:
         raise self.error
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("where", ["another communicator", "the same one"])
 def test_one_exception_raised_twice_is_told_twice(comm, where):

@@ -27,7 +27,7 @@ def all_raise(comm, call, kind, *words):
     assert any(comm.allgather(isinstance(caught.value, kind)))
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 @pytest.mark.parametrize("tiered", [False, True])
 def test_delete_and_all_steps_of_a_store(comm, folder, tiered):
     made = md.TieredStore if tiered else md.CheckpointStore
@@ -59,7 +59,7 @@ def test_should_stop_and_leave_at_another_step(comm, folder):
         assert store.all_steps() == []
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 def test_a_batch_of_another_shape_in_batch_normalisation(comm):
     x = np.arange(12.0).reshape(6, 2)
     wrong = np.ones((6, 3)) if comm.rank == 1 else x

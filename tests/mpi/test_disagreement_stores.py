@@ -62,7 +62,7 @@ STORE = [
 ]  # fmt: skip
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 @pytest.mark.parametrize("name", sorted({name for name, _, _ in STORE}))
 def test_parameters_of_a_store(comm, folder, name):
     for here, there in [(here, there) for other, here, there in STORE if other == name]:
@@ -116,6 +116,7 @@ def state_of(comm, **extras):
     return {"w": np.ones(5), "part": md.Shard(mine, (4 * comm.size,), 4 * comm.rank), **extras}
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("method", ["save", "save_async", "restore", "verify"])
 def test_steps(comm, store, method):
@@ -131,21 +132,21 @@ def test_steps(comm, store, method):
     assert store.restore(state)[0] == 3
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 def test_restore_of_none_and_of_a_step(comm, store):
     """None is a step of its own: it means the newest."""
     all_raise(comm, lambda: store.restore(state_of(comm), 3 if comm.rank == 1 else None), "step")
     all_raise(comm, lambda: store.verify(3 if comm.rank == 1 else None), "step")
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 def test_how_a_restore_reads(comm, store):
     for verify in (False, Vague()):
         given = verify if comm.rank == 1 else True
         all_raise(comm, lambda: store.restore(verify=given), "verify")  # noqa: B023
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, further=(3,))
 def test_what_a_restore_fills(comm, store):
     """A state that cannot be filled, or of another model, on one rank."""
     fixed = state_of(comm)
@@ -160,6 +161,7 @@ def test_what_a_restore_fills(comm, store):
     assert store.restore(state_of(comm))[0] == 3
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
     ("like", "text"),
@@ -216,6 +218,7 @@ DIFFERING = [
 ]  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("method", ["save", "save_async"])
 def test_extras_that_differ(comm, store, method):
@@ -234,7 +237,7 @@ EQUAL = [
 ]  # fmt: skip
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, further=(3,))
 def test_extras_that_mean_the_same_are_saved_as_exact_values(comm, store):
     """Whatever subclass they are of, also one that no other process knows: told apart by value."""
     for number, (here, there) in enumerate(EQUAL):
@@ -258,6 +261,7 @@ def test_a_store_that_one_rank_has_closed(comm, folder):
     store.close()
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
     ("name", "there"), [("path", "elsewhere"), ("path", 5), ("out", "b.npz"), ("out", None),
@@ -275,7 +279,7 @@ def test_export(comm, folder, name, there):
     assert not (folder / "a.npz").exists()
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 @pytest.mark.parametrize("here", [None, 2])
 def test_ranks_per_node(comm, here):
     for there in (0, -1, 2.5, "2", 3, Unshowable(), 10**5000, [1]):
@@ -291,6 +295,7 @@ def test_ranks_per_node(comm, here):
         all_raise(comm, work, "ranks_per_node")
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
     ("params", "root", "word"),

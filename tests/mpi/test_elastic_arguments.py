@@ -24,6 +24,7 @@ def call(comm, state, **settings):
     md.run_elastic(comm, lambda _: None, state, **settings)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("way", [enter, call])
 @pytest.mark.parametrize("min_ranks", [0, 4, 1.5, "two"])
@@ -34,6 +35,7 @@ def test_an_argument_of_one_rank(comm, with_ulfm, way, min_ranks):
     assert comm.allreduce(1) == comm.size
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("way", [enter, call])
 @pytest.mark.parametrize("deadline", [0, "soon", None, True, float("nan")])

@@ -12,7 +12,7 @@ INPUTS = RNG.standard_normal((1543, 12)).astype(np.float32)
 LABELS = RNG.integers(0, 3, 1543)
 
 
-@pytest.mark.ranks(1, 2, 3, 5, 8)
+@pytest.mark.ranks(1, 2, 3, further=(5, 8))
 def test_uneven_parts_are_counted_exactly(comm):
     """R146: fewer samples than ranks, a last batch of one, parts of different length."""
     model = md.models.mlp([12, 16, 3], seed=7)

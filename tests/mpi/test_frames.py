@@ -40,6 +40,7 @@ def test_native(comm, n):
     md.free(alone)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("n", [10, 100_000])
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "butterfly", "two_hop", "ordered"])
@@ -85,6 +86,7 @@ def test_an_arena_of_one_node(comm):
         assert depth_of(lambda: md.allreduce(comm, arena), "ufunc") <= ARENA
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("algorithm", ["native", "ring"])
 def test_train_adds_little(comm, algorithm):

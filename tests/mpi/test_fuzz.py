@@ -4,7 +4,7 @@ import pytest
 from fuzz import DTYPES, KINDS, LAYOUTS, Fuzz
 
 
-@pytest.mark.ranks(1, 2, 5)
+@pytest.mark.ranks(1, 2, further=(5,))
 def test_mixed_calls_against_numpy(comm):
     fuzz = Fuzz(comm, seed=3)
     assert fuzz.run(120) == []

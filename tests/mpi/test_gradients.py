@@ -38,6 +38,7 @@ def one_step(comm, gradients, step, told=BACKWARD):
     assert len(set(comm.allgather(digest))) == 1
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(1, 2, 3, 4, 5, 8)
 @pytest.mark.parametrize("ranks_per_node", [None, 1, 2, 3])
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
@@ -56,6 +57,7 @@ def test_sums_are_right_in_every_step(comm, ranks_per_node, algorithm):
         gradients.close()
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_buckets_leave_before_the_end(comm, ranks_per_node):
@@ -80,6 +82,7 @@ def test_buckets_leave_before_the_end(comm, ranks_per_node):
     gradients.close()
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_progress_by_a_thread(comm, ranks_per_node):
@@ -106,7 +109,7 @@ def test_a_model_that_says_nothing_is_summed_at_the_end(comm):
     gradients.close()
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 def test_an_order_of_an_earlier_run_is_used_from_the_first_step(comm):
     memory_of(of(comm), 1)
     gradients = Gradients(comm, parameters(), bucket_bytes=100, order=BACKWARD)
@@ -137,6 +140,7 @@ def test_a_rank_in_another_operation_is_found(comm):
         act()
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(1, 2, 4, 5)
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_training_with_overlap_is_training(comm, ranks_per_node):
@@ -163,6 +167,7 @@ def test_training_with_overlap_is_training(comm, ranks_per_node):
         np.testing.assert_allclose(results[0][name], results[1][name], rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_a_resumed_run_adds_in_the_same_order(comm, folder, ranks_per_node):
@@ -200,6 +205,7 @@ class Quiet:
         return self.model.loss_and_gradients(batch, gradients)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("quiet", [False, True])
 def test_accumulation_exchanges_once(comm, quiet):

@@ -65,6 +65,7 @@ def by_lanes(comm):
     return gradients
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(4, 5)
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_exception_at_each_stage_of_a_bucket(comm, monkeypatch, stage):

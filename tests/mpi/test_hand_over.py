@@ -39,7 +39,7 @@ def test_a_death_when_the_turn_has_come(comm, folder, monkeypatch):
     assert called == [1] * (comm.rank > 0)
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2, further=(1,))
 def test_the_newest_state(comm, folder, launched):
     """A copy that is newer than the store; not one that is older, or of an earlier launch."""
     launched("host 1 1")

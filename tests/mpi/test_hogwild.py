@@ -36,6 +36,7 @@ def fit(comm, optimizer=None, strategy=None, **settings):
     return model, result
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("optimizer", [optim.sgd(0.2), optim.momentum(0.05)], ids=repr)
 def test_it_learns(comm, optimizer):
@@ -85,15 +86,15 @@ def test_few_rows_of_a_gradient():
 def test_a_checkpoint_restarts(comm, folder):
     for optimizer in (optim.momentum(0.05), optim.adam(0.01)):
         place = folder / optimizer.name
-        _, first = fit(comm, optimizer, checkpoint=place, steps=40, stop_after=9)
+        _, first = fit(comm, optimizer, checkpoint=place, steps=20, stop_after=9)
         assert (first.steps, first.finished) == (9, False)
-        _, second = fit(comm, optimizer, checkpoint=place, steps=40, resume=True)
-        assert (second.resumed_at, second.steps) == (9, 40)
-        _, third = fit(comm, optimizer, md.AllReduce(), checkpoint=place, steps=50, resume=True)
-        assert (third.resumed_at, third.steps) == (40, 50)
+        _, second = fit(comm, optimizer, checkpoint=place, steps=20, resume=True)
+        assert (second.resumed_at, second.steps) == (9, 20)
+        _, third = fit(comm, optimizer, md.AllReduce(), checkpoint=place, steps=30, resume=True)
+        assert (third.resumed_at, third.steps) == (20, 30)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 def test_a_signal_stops_all_after_one_step(comm, folder):
     def note(report):
         if comm.rank == 1 and report.step == 5:

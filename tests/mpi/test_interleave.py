@@ -88,7 +88,7 @@ def test_slow_calls_are_timed_together_in_smaller_numbers(comm):
     assert calls_per_round(comm, 16 << 20, lambda: None) == 1
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, further=(3,))
 def test_the_price_of_counting(comm):
     """Issue 3, "events and counters on": what one call counts, timed by itself.
 
@@ -108,6 +108,7 @@ def test_the_price_of_counting(comm):
         )
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("cold", [False, True])
 def test_rows_of_an_allreduce(comm, cold, monkeypatch):

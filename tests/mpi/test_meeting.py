@@ -33,3 +33,15 @@ def test_nobody_goes_on_before_the_last_has_come(comm, folder):
         assert not meeting.meet(None, look)
         assert (folder / str(late)).exists()
     assert looks
+
+
+@pytest.fixture
+def fails_on_one(comm):
+    if comm.rank == comm.size - 1:
+        raise KeyError("on one rank alone")
+
+
+@pytest.mark.xfail(raises=(pytest.fail.Exception, KeyError), strict=True)
+@pytest.mark.ranks(2, 3)
+def test_a_fixture_that_fails_on_one_rank_fails_the_test_on_all(fails_on_one):
+    """Else the others would pass each further meeting of this size one too early."""

@@ -21,7 +21,7 @@ def end(store):
     store._comm.Barrier()
 
 
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(2, 4, further=(3,))
 def test_a_job_goes_on_from_the_newest_copy(comm, place):
     """Nothing of them is in the shared folder."""
     store = place.store(local_keep=1)
@@ -70,6 +70,7 @@ def whole(step):
     return {"w": np.arange(3000.0) * step, "n": np.int64(step), "step": step}
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("more", [True, False])
 def test_another_number_of_ranks(comm, folder, more):
@@ -111,7 +112,7 @@ def test_another_number_of_ranks_with_shards(comm, place):
     comm.Barrier()
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, further=(4,))
 def test_every_third_step(comm, folder):
     """And a checkpoint of the same step is a copy as well."""
     folder = folder / "node"
@@ -127,7 +128,7 @@ def test_every_third_step(comm, folder):
     assert max(map(len, held)) <= memory_copies.COPIES, "a thread removes the older one"
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 @pytest.mark.parametrize("why", ["small", "full"])
 def test_too_little_memory(comm, folder, monkeypatch, capfd, why):
     """Said once; the run goes on without copies, and its checkpoints are as ever."""
@@ -174,7 +175,7 @@ def test_a_folder_of_somebody_else(comm, folder):
     assert "is not a private folder of this user" in text
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 def test_different_arguments(comm, place):
     with place.store() as store:
         store.restore(blank(comm))

@@ -85,6 +85,7 @@ def test_an_arena_of_several_dtypes(comm):
         assert all((arena[name] == total).all() for name in arena)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(1, 2, 3, 4, 5, 8)
 @pytest.mark.parametrize("n", [1, 3, 2047, 2048, 100_003])
 def test_allreduce_of_an_arena(comm, n):
@@ -112,6 +113,7 @@ def test_allreduce_of_an_arena(comm, n):
             np.testing.assert_array_equal(arena.flat, values.max(0))
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3, 4, 5, 7, 8)
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 3])
 def test_hierarchical_on_uneven_nodes(comm, ranks_per_node):
@@ -168,6 +170,7 @@ def test_inside_a_node_nothing_is_sent(comm):
         assert added == (4 * n * (p - 1) if n == 10 else 4 * part * (p - 1))
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(4, 8)
 @pytest.mark.parametrize("private", [True, False])
 @pytest.mark.parametrize(
@@ -243,7 +246,7 @@ def test_ranks_in_node_and_message_operations_find_out(comm):
         md.allreduce(comm, x, algorithm="ring" if comm.rank == 2 else "node")
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, further=(4,))
 def test_without_shared_memory_it_is_the_butterfly_and_said(comm, monkeypatch):
     """A full /dev/shm is an error at the start, never a SIGBUS; all ranks go without together."""
 

@@ -33,6 +33,7 @@ def trap(monkeypatch):
     return Trap(monkeypatch)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3, 4, 5)
 @pytest.mark.parametrize("few", [0, 16])
 def test_staged(comm, trap, monkeypatch, few):
@@ -50,6 +51,7 @@ def test_staged(comm, trap, monkeypatch, few):
     assert check_all(Problem(comm, lambda x: call.plan(x), n), trap) > 20
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3, 4, 5)
 @pytest.mark.parametrize("few", [0, 16])
 def test_flat(comm, trap, monkeypatch, few):
@@ -140,6 +142,7 @@ def test_an_overflow_that_raises_on_one_rank(comm, op):
             call.plan(x)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3, 4, 5)
 @pytest.mark.parametrize("kernel_copies", [True, False])
 def test_single_copy(comm, trap, monkeypatch, kernel_copies):
@@ -157,7 +160,7 @@ def test_single_copy(comm, trap, monkeypatch, kernel_copies):
     assert check_all(Problem(comm, lambda x: call.plan(x), n), trap) > 15
 
 
-@pytest.mark.ranks(2, 3, 4, 5)
+@pytest.mark.ranks(2, 3, further=(4, 5))
 def test_an_arena(comm, trap, monkeypatch):
     monkeypatch.setattr(node, "IN_PLACE_BYTES", 128)
     n = 1100 * comm.size
@@ -174,7 +177,7 @@ def test_an_arena(comm, trap, monkeypatch):
     check_all(problem, trap)
 
 
-@pytest.mark.ranks(3, 4, 5)
+@pytest.mark.ranks(4, further=(3, 5))
 def test_hierarchical(comm, trap, monkeypatch):
     """Two ranks a node: also what breaks off on one node reaches the others, and the lanes."""
     monkeypatch.setattr(node, "ROUND_BYTES", 64 * 2)
@@ -203,7 +206,7 @@ def test_hierarchical(comm, trap, monkeypatch):
         check_case(problem, victim, mine, 1 + case * (points[victim] - 1) // 8)
 
 
-@pytest.mark.ranks(2, 3, 4, 5)
+@pytest.mark.ranks(2, 3, further=(4, 5))
 def test_where_a_barrier_of_mpi_stands_in_their_place(comm, monkeypatch):
     monkeypatch.setattr(node_barrier, "ORDERED", False)
     monkeypatch.setattr(node, "ROUND_BYTES", 64 * comm.size)
@@ -221,7 +224,7 @@ def test_where_a_barrier_of_mpi_stands_in_their_place(comm, monkeypatch):
         check_case(problem, at % comm.size, trap, at)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 def test_a_rank_that_says_nothing(comm, monkeypatch):
     """It left its mark and could not tell why: the others name it."""
     monkeypatch.setattr(node_barrier, "HEARSAY", 0.4)
@@ -238,6 +241,7 @@ def test_a_rank_that_says_nothing(comm, monkeypatch):
         comm.Barrier()
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize(
     ("n", "algorithm"), [(4, "node"), (30_000, "node"), (30_000, "single_copy")]

@@ -142,6 +142,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(("call", "name"), PAIRS, ids=lambda v: getattr(v, "__name__", v))
 def test_anything_in_place_of_an_argument(comm, call, name):
@@ -188,6 +189,7 @@ def odd_strides(values):
 LAYOUTS = (odd_offset, structured_field, odd_strides)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("where", ["everywhere", "on rank 1"])
 def test_misaligned_arrays_in_every_algorithm(comm, where):
@@ -204,7 +206,7 @@ def test_misaligned_arrays_in_every_algorithm(comm, where):
                     np.testing.assert_array_equal(x, values * comm.size)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 def test_misaligned_arrays_in_plans_and_handles(comm):
     for n in (5, 700):
         values = np.arange(n, dtype="f8")
@@ -301,6 +303,7 @@ def test_operations_that_depend_on_the_order_are_refused(comm):
 # ------------------------------------------------------------------------------------ weights
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), -1e-9, "much"])
 def test_a_bad_weight_on_one_rank_is_told_on_all(comm, weight):

@@ -66,6 +66,7 @@ def plain(comm, graph, every, steps, lr=0.05):
     return {name: np.mean([m.parameters[name] for m in ranks], axis=0) for name in gradients}
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3, 4, 5)
 @pytest.mark.parametrize("graph", ["all", "ring", "butterfly", "halton"])
 def test_it_is_what_the_matrices_say(comm, graph):
@@ -83,7 +84,7 @@ def test_it_is_what_the_matrices_say(comm, graph):
         assert result.peers["messages"] == 8 * comm.size * expected
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(1, 2, further=(4,))
 def test_every_step_with_all_is_allreduce(comm):
     """With plain gradient descent, up to rounding; one rank has nobody to average with."""
     if comm.size == 1:
@@ -96,6 +97,7 @@ def test_every_step_with_all_is_allreduce(comm):
     assert result.train_loss == pytest.approx(expected.train_loss, abs=1e-5)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(4, 5)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_slow_rank(comm, mode):
@@ -116,7 +118,11 @@ def test_a_slow_rank(comm, mode):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("optimizer", [optim.momentum(0.05), optim.adam(0.01)], ids=repr)
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(optim.momentum(0.05), marks=pytest.mark.exhaustive), optim.adam(0.01)],
+    ids=repr,
+)
 def test_a_checkpoint_restarts(comm, folder, optimizer):
     """On as many ranks, with the same bits as the run that saved and went on; and on others."""
     strategy = md.PeerAverage("ring", 3)
@@ -145,6 +151,7 @@ def test_a_checkpoint_restarts(comm, folder, optimizer):
         part.Free()
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_signal_stops_all_after_one_step(comm, folder, mode):
@@ -163,7 +170,7 @@ def test_a_signal_stops_all_after_one_step(comm, folder, mode):
     assert (result.resumed_at, result.steps) == (steps[0], steps[0] + 3)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 def test_bad_records(comm):
     """Each is skipped by the rank that has it; a batch of bad records only is no update there."""
     _, result = fit_records(comm, Source({7, 33, 80}), strategy=md.PeerAverage("ring", 2))
@@ -361,7 +368,7 @@ class Counted:
             array -= 0.05 * gradients[name]
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 def test_numbers_in_the_state_of_an_optimizer(comm, folder):
     """A count becomes the largest of all ranks, other numbers their mean, also in a checkpoint."""
     from mpidist.peers.mixed_arrays import average_state

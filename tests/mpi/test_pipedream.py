@@ -118,13 +118,14 @@ def run(comm, kind, name, cuts, replicas, pieces, flush, samples, steps=1, drain
     return stage
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("kind", ["mlp", "lenet"])
 def test_the_bits_of_a_serial_program_with_these_versions(comm, name, kind):
-    """64 microbatches at once, and emptied after each 5; some of another size, some empty."""
+    """24 microbatches at once, and emptied after each 5; some of another size, some empty."""
     cuts, each = even_cuts(kind, comm.size), [1] * comm.size
-    for pieces, flush, samples in ((64, None, 128), (16, 5, 40), (6, 4, 4)):
+    for pieces, flush, samples in ((24, None, 48), (16, 5, 40), (6, 4, 4)):
         stage = run(comm, kind, name, cuts, each, pieces, flush, samples)
         if samples >= pieces and stage.parameters:
             kept = check_actions(action_lists("pipedream", comm.size, flush or pieces))
@@ -132,7 +133,7 @@ def test_the_bits_of_a_serial_program_with_these_versions(comm, name, kind):
             assert flush or stage.versions == comm.size - comm.rank
 
 
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(2, 3, further=(4,))
 def test_microbatches_are_under_way_from_step_to_step(comm):
     """Steps shorter and longer than the pipeline, flushes across steps, and a drain between."""
     cuts, each = even_cuts("mlp", comm.size), [1] * comm.size
@@ -140,7 +141,7 @@ def test_microbatches_are_under_way_from_step_to_step(comm):
         run(comm, "mlp", "momentum", cuts, each, pieces, flush, 4 * pieces, steps, drained)
 
 
-@pytest.mark.ranks(2, 3, 4, 5)
+@pytest.mark.ranks(2, 3, 4, further=(5,))
 def test_replicas_add_the_gradients_of_a_round(comm):
     """Also in rounds that the microbatches do not fill, and with empty microbatches."""
     for replicas in {2: [[2]], 3: [[2, 1], [1, 2], [3]], 4: [[2, 1, 1], [1, 3], [2, 2], [1, 2, 1]],
@@ -165,7 +166,7 @@ def fit(comm, **settings):
     )  # fmt: skip
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 def test_it_learns_and_a_resume_has_the_same_bits(comm, folder):
     """The pipeline is empty at the end of each step, where a checkpoint finishes it otherwise."""
     strategy = md.Pipeline(cuts=list(range(2, 1 + comm.size)), schedule="pipedream", flush=5)
@@ -183,7 +184,7 @@ def test_it_learns_and_a_resume_has_the_same_bits(comm, folder):
     assert (resumed.resumed_at, resumed.parameters_sha256) == (7, whole.parameters_sha256)
 
 
-@pytest.mark.ranks(3, 4)
+@pytest.mark.ranks(3, further=(4,))
 def test_a_run_with_replicas_resumes_with_the_updates_of_each_stage(comm, folder):
     """Stages make different numbers of updates, and adam counts them; empty at each checkpoint."""
     replicas = [2, 1, 1][: comm.size - 1]

@@ -14,13 +14,13 @@ from mpidist.models.layers import Relu
 class Naps(Relu):
     """Sleeps in each pass; the last ones of a model longer, as soon as `tired`."""
 
-    tired = False
+    seconds, tired = 0.003, False
 
     def __init__(self, late):
         self.late = late
 
     def forward(self, parameters, x):
-        time.sleep(0.012 if self.late and Naps.tired else 0.003)
+        time.sleep(self.seconds * (4 if self.late and Naps.tired else 1))
         return super().forward(parameters, x)
 
 
@@ -62,11 +62,12 @@ def test_a_resume_cuts_anew_if_a_stage_took_longer_than_planned(comm, folder, ca
 
 
 @pytest.mark.ranks(4)
-def test_a_split_model_is_cut_anew_at_a_resume(comm, folder):
+def test_a_split_model_is_cut_anew_at_a_resume(comm, folder, monkeypatch):
     """By the times of its own last run, but not by those of a run with another split."""
     layers = models.mlp([12, 16, 17, 3]).layers
     layers = [*layers[:2], *[Naps(k > 2) for k in range(6)], *layers[2:]]
     reached = {}
+    monkeypatch.setattr(Naps, "seconds", 0.001)
 
     def fit(strategy, stop, **more):
         model = models.Network(layers, (12,), 7)
@@ -98,6 +99,7 @@ def test_a_split_model_is_cut_anew_at_a_resume(comm, folder):
         assert fit(other, 5 + k)["cuts_from"] == "measured", k
         assert reached[5 + k].resumed_at == 4 + k
     assert comm.allgather(second) == [second] * 4
+    monkeypatch.setattr(Naps, "seconds", 0)
     expected = md.train(
         MPI.COMM_SELF, models.Network(layers, (12,), 7), TRAIN, optimizer=optim.momentum(0.05),
         seed=1, global_batch=20, steps=9, microbatches=4, strategy=md.AllReduce(),

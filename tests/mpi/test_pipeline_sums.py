@@ -25,7 +25,7 @@ def hosts(monkeypatch):
     monkeypatch.setattr(sum_parts, "LEAST", 1)
 
 
-@pytest.mark.ranks(2, 3, 4, 5)
+@pytest.mark.ranks(2, 3, 4, further=(5,))
 def test_the_bits_are_those_of_one_rank(comm, hosts):
     """Also with more replicas than microbatches, whose last ranks add nothing."""
     grids = {

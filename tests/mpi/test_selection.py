@@ -44,7 +44,7 @@ def steady(monkeypatch):
     monkeypatch.setattr(selection.selection_cache, "busy", lambda ranks: False)
 
 
-@pytest.mark.ranks(2, 3, 5)
+@pytest.mark.ranks(2, 3, further=(5,))
 def test_the_next_run_takes_what_this_one_measured(comm, folder, monkeypatch):
     steady(monkeypatch)
     first = chosen(comm, folder)

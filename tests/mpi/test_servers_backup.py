@@ -22,6 +22,7 @@ def spec():
     return {"x": np.zeros(8), "y": np.zeros((5, 4), "f4"), "z": np.zeros(3, "f2")}
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(4, 6)
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
@@ -107,6 +108,7 @@ def test_workers_leave_early(comm):
     assert sum(facts["staleness"].values()) + sum(facts["dropped"]) == pushes
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(4, 5)
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
 def test_pauses_and_another_model(comm, placement):
@@ -134,6 +136,7 @@ def test_pauses_and_another_model(comm, placement):
         assert saved == ([5, 10, 15] if group.is_server else [])
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(4, 5)
 @pytest.mark.parametrize("spare", [1, "most"])
 def test_a_worker_that_begins_late_meets_the_others_at_each_save(comm, spare, tmp_path_factory):

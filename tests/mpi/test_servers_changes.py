@@ -14,6 +14,7 @@ ORDER = [md.SSP(2), md.BSP(), md.ASP(), md.SSP(0), md.DSSP(1, 3), md.BSP(), md.S
 ROLES = [{"servers": 1}, {"servers": 2}, {"servers": 2, "placement": "colocated"}]
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("roles", ROLES, ids=str)
 @pytest.mark.parametrize("size", [9, 40_000])
@@ -73,7 +74,7 @@ def refused(comm, text, work, **settings):
     own.Free()
 
 
-@pytest.mark.ranks(3, 4)
+@pytest.mark.ranks(3, further=(4,))
 def test_workers_that_disagree(comm):
     """On each mode: one sets nothing, or another mode, or sets it later."""
     for placement in ("dedicated", "colocated"):
@@ -141,6 +142,7 @@ def test_what_a_worker_may_not_set(comm):
             assert client.push_pull({"w": np.ones(9)})["w"].tolist() == [-1.0] * 9
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("roles", ROLES, ids=str)
 @pytest.mark.parametrize("size", [9, 40_000])

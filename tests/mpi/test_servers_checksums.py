@@ -46,6 +46,7 @@ def work(comm, size, mode, checksums=True, placement="dedicated"):
         return start["x"].tobytes(), start["t"].tobytes()
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
 @pytest.mark.parametrize("mode", [md.BSP(), md.SSP(0)], ids=str)

@@ -94,6 +94,7 @@ def run(
     return {n: a.copy() for n, a in params.items()}, [s for s in comm.allgather(mine) if s]
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(4, 5)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("mode", MODES)
@@ -124,6 +125,7 @@ def test_copies_do_not_change_the_result(comm, mode):
     assert all((with_copies[n] == without[n]).all() for n in HALF)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(4, 5)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
@@ -161,6 +163,7 @@ def test_wrong_shares_of_an_elastic_run(comm):
         assert part.size == (6 if comm.rank == 2 else 2)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("mode", MODES)
 def test_copies_of_servers_that_work_too(comm, mode):
@@ -169,6 +172,7 @@ def test_copies_of_servers_that_work_too(comm, mode):
         assert held[(k + 1) % comm.size][2] == shard, (mode, k)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(4, 5)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_end_waits_for_the_last_updates(comm, mode):

@@ -13,6 +13,7 @@ from mpidist.servers import protocol, server
 SGD = md.optim.sgd(1.0)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 4, 7)
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
 def test_rows_and_names(comm, placement):
@@ -49,6 +50,7 @@ def test_rows_and_names(comm, placement):
         np.testing.assert_array_equal(got["few"][1], model["few"][1] + 2)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(3, 5)
 @pytest.mark.parametrize("limit", [128, 200, 1000])
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
@@ -86,7 +88,7 @@ def test_a_pull_sees_whole_updates_only(comm):
                 seen = list(client.versions)
 
 
-@pytest.mark.ranks(4, 6)
+@pytest.mark.ranks(4, further=(6,))
 def test_models_have_their_own_clocks(comm):
     """R72: two models at once, with their own modes, optimizers, clocks and names."""
     with md.ServerGroup(comm, servers=2) as group:
@@ -140,7 +142,7 @@ def test_one_message_per_server(comm):
             assert counted(lambda: client.pull("w0")) == [1, 1]
 
 
-@pytest.mark.ranks(2, 3, 6)
+@pytest.mark.ranks(2, 3, further=(6,))
 def test_initial_values_do_not_depend_on_the_servers(comm):
     """R5: no rank holds the model; values follow from name, seed and position."""
     spec = {
@@ -176,7 +178,7 @@ def test_half_precision_is_rounded_once(comm):
             assert client.pull()["x"].tolist() == [-1026, -1, 0]
 
 
-@pytest.mark.ranks(3, 9)
+@pytest.mark.ranks(3, further=(9,))
 def test_statistics_after_the_end(comm):
     """R18, R22, R39: queue lengths, imbalance and waits of all ranks are in the report."""
     params = {"w": np.zeros((64, 64))}

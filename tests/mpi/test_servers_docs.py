@@ -8,7 +8,7 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs" / "parameter_servers.md"
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, further=(4,))
 def test_the_page_runs(comm):
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == 9

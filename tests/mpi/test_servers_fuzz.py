@@ -9,13 +9,14 @@ import mpidist as md
 from mpidist.errors import MpidistError
 
 
-@pytest.mark.ranks(1, 2, 3, 5)
+@pytest.mark.ranks(1, 2, 3, further=(5,))
 def test_random_groups_against_a_serial_model(comm):
     """R19, R20, R69: all modes, pieces, votes, copies, any calls."""
     drawn = [run(comm, seed) for seed in range(100, 108 if comm.size > 2 else 104)]
     assert len({mode for _, _, _, mode, *_ in drawn}) > 2
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_push_that_is_broken_off(comm, mode):

@@ -42,6 +42,7 @@ def run(comm, roles, change, steps=3):
     return group
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("roles", ROLES, ids=str)
 def test_a_model_is_added_while_another_trains(comm, roles):
@@ -50,6 +51,7 @@ def test_a_model_is_added_while_another_trains(comm, roles):
     assert set(group.report()["models"]) == {"a", "b"}
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("roles", ROLES, ids=str)
 def test_a_model_is_removed_while_another_trains(comm, roles):
@@ -142,7 +144,7 @@ def shared_bytes():
     return found
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, further=(3,))
 def test_a_removed_model_frees_shared_memory(comm):
     """Also if the model is small, and its messages are in memory."""
     with md.ServerGroup(comm, servers=1) as group:

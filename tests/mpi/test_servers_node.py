@@ -44,6 +44,7 @@ def steps(comm, size, *, servers=1, mode=None, placement="dedicated", count=4):
     return out["x"].tobytes(), stats, transports
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3, 5)
 @pytest.mark.parametrize("size", [7, 100_000])
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
@@ -144,6 +145,7 @@ def test_no_file_and_models_that_come_and_go(comm):
         assert not list(Path("/dev/shm").glob(f"mpidist-{os.getpid()}-*"))
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("size", [5, 200_000])
 @pytest.mark.parametrize("mode", [md.BSP(), md.ASP()], ids=str)
@@ -188,7 +190,7 @@ def test_a_slow_reader_sees_one_version(comm, monkeypatch):
     size, take = 200_000, NodeClientStream._take
 
     def slowly(self, number):
-        time.sleep(0.03)
+        time.sleep(0.015)
         return take(self, number)
 
     with md.ServerGroup(comm, servers=1) as group:
@@ -239,6 +241,7 @@ LARGE = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("kind", LARGE)
 def test_large_models_outside_bsp(comm, kind, monkeypatch):
@@ -286,6 +289,7 @@ def test_large_models_outside_bsp(comm, kind, monkeypatch):
         assert sent > 8 * size
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     "mode", [md.ASP(), md.SSP(0), md.SSP(1), md.DSSP(1, 3), md.BackupWorkers(1)], ids=str

@@ -34,6 +34,7 @@ def expected(workers, steps):
     return total, times
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 5)
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
 @pytest.mark.parametrize("mode", MODES, ids=str)
@@ -78,7 +79,7 @@ def test_sums_of_all_pushes_in_every_mode(comm, mode, placement):
     assert all(table["bytes"] > 8 * WIDTH * table["rows"] for table in tables)
 
 
-@pytest.mark.ranks(3, 4)
+@pytest.mark.ranks(3, further=(4,))
 def test_rare_keys_and_unused_rows(comm):
     """A key without enough pushes keeps its first values; `drop` frees rows and says how many."""
     with md.ServerGroup(comm, servers=2) as group:

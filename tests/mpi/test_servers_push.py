@@ -58,7 +58,7 @@ def test_pieces_on_the_way_are_few(comm, monkeypatch):
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
 def test_a_push_does_not_wait_for_a_busy_server(comm, monkeypatch, placement):
     """Colocated servers may be in a long computation: then MPI gets all pieces at once."""
-    taken, flying = pushed(comm, monkeypatch, late=0.01, busy=1.0, placement=placement)
+    taken, flying = pushed(comm, monkeypatch, late=0.01, busy=0.6, placement=placement)
     if comm.rank == 0:
-        assert taken < 0.9
+        assert taken < 0.5
         assert flying > WINDOW

@@ -110,6 +110,7 @@ TABLES = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(5)
 @pytest.mark.parametrize("table", TABLES, ids=["ranges", "dealt", "open"])
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def pushed(workers, step):
     return total
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 5)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_rows_in_every_mode(comm, mode):
@@ -68,6 +69,7 @@ def test_rows_in_every_mode(comm, mode):
     assert bound is None or max(stats["gaps"]) <= bound
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(3, 5)
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
 def test_dealt_rows_have_the_values_of_ranges(comm, placement):
@@ -126,7 +128,7 @@ def test_arrays_and_saved_pieces_of_dealt_rows(comm):
             np.testing.assert_array_equal(client.pull({"e": [7]})["e"][0], table[7] - servers + 1)
 
 
-@pytest.mark.ranks(3, 5)
+@pytest.mark.ranks(3, further=(5,))
 def test_lazy_adam_under_bsp_equals_a_reference(comm):
     """The reference is written out: only the rows that a clock pushes make a step."""
     result = run(comm, md.BSP(), md.optim.adam(0.01), rows="lazy")

@@ -31,6 +31,7 @@ def save(comm, group):
     return merged
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(5, 7)
 @pytest.mark.parametrize("make", [md.optim.sgd, md.optim.momentum, md.optim.adam])
 def test_pause_save_and_go_on_elsewhere(comm, make):

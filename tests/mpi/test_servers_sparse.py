@@ -51,12 +51,13 @@ def serial(labels, records, steps):
     return weights
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 5)
 @pytest.mark.parametrize("mode", [md.BSP(), md.SSP(2), md.ASP()], ids=str)
 def test_subgradient_descent_on_agaricus(comm, data_dir, mode):
     """R71, R6: partition, gradient, push, combine, pull; 0.99 accuracy on real data."""
     labels, records = read_libsvm(data_dir / "agaricus" / "agaricus.txt.train")
-    steps = 250
+    steps = 200
     with md.ServerGroup(comm, servers=max(1, comm.size // 2)) as group:
         client = group.add(
             "logistic",

@@ -106,4 +106,4 @@ def test_an_idle_server_uses_little_cpu(comm, monkeypatch):
             # Seconds of CPU depend on what else runs here; how often it looks does not.
             assert looks < 2000 * took
         else:
-            time.sleep(1.5)
+            time.sleep(0.5)

@@ -38,6 +38,7 @@ def one_late(comm, stale, *, samples=None, servers=1, placement="dedicated", lat
         return client, None, client.pull()
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(4, 6)
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
@@ -74,7 +75,7 @@ def test_an_old_push_is_scaled(comm):
         assert found[0].dropped == 0
 
 
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(2, 4, further=(3,))
 def test_an_old_push_is_compensated(comm):
     """g + lam * g * g * (w - w_pulled) is -1 + 0.01 * 25 there. Two workers, 1 or 2 servers."""
     placement = "colocated" if comm.size == 2 else "dedicated"

@@ -12,6 +12,7 @@ ROLES = [{"servers": 1}, {"servers": 2}, {"servers": 3, "placement": "colocated"
 SHAPES = {"a": ((40, 3), "f8"), "b": ((70_000,), "f8"), "c": ((), "f4")}
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("roles", ROLES, ids=str)
 @pytest.mark.parametrize("mode", [md.BSP(), md.ASP(), md.SSP(0)], ids=str)
@@ -100,6 +101,7 @@ def clipped(gradients, norm):
     return {name: g * min(1.0, norm / total) for name, g in gradients.items()}
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("roles", ROLES, ids=str)
 @pytest.mark.parametrize("mode", [md.BSP(), md.ASP(), md.SSP(0), md.BackupWorkers(0)], ids=str)

@@ -49,7 +49,7 @@ def steps_of(client, seed, samples):
     rng = np.random.default_rng((seed, me))
     out = model()
     client.pull(out=out)
-    for step in range(STEPS):
+    for step in range(STEPS if seed else 4):
         gradients = {n: rng.standard_normal(s).astype("f4") for n, s in SHAPES.items()}
         count = int(rng.integers(0, 4)) if samples else None
         kind = int(rng.integers(0, 9)) if seed else 0
@@ -100,7 +100,8 @@ def trained(comm, limit, seed, samples, optimizer, servers, placement="dedicated
     return found
 
 
-@pytest.mark.ranks(2, 4, 9)
+@pytest.mark.covering
+@pytest.mark.ranks(2, 4, further=(7,))
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
 def test_the_bits_of_whole_messages(comm, optimizer):
     """R19: parameters, state and scalars have the same bits, however the pushes travel."""
@@ -111,7 +112,8 @@ def test_the_bits_of_whole_messages(comm, optimizer):
             assert trained(comm, limit, 0, samples, optimizer, servers) == whole
 
 
-@pytest.mark.ranks(2, 4, 7)
+@pytest.mark.covering
+@pytest.mark.ranks(2, 4, further=(7,))
 @pytest.mark.parametrize("seed", range(1, 7))
 def test_any_calls_in_one_clock(comm, seed):
     """Pushes in pieces, whole pushes, rows, none, workers that leave: the same bits and no hang."""
@@ -122,6 +124,7 @@ def test_any_calls_in_one_clock(comm, seed):
         assert trained(comm, limit, seed, True, optimizer, servers) == whole
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(1, 2, 5)
 @pytest.mark.parametrize("seed", [0, 1, 3])
 def test_colocated(comm, seed):
@@ -191,6 +194,7 @@ def served_again(comm, consistency, fresh, odd):
     return seen
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("consistency", [md.BSP(), md.SSP(0)], ids=str)
 @pytest.mark.parametrize("odd", [False, True])

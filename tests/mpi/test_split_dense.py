@@ -84,6 +84,7 @@ def test_what_is_gathered_has_the_bits_of_the_whole_layer(comm):
             assert array[0].tobytes() == gradients[name][0][layer.window(name)].tobytes(), name
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("how", SPLITS)

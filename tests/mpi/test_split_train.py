@@ -120,7 +120,7 @@ def test_each_schedule_with_a_split(comm):
             assert both == (2 * whole if bias_of_rows else whole), name
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 3, further=(2,))
 @pytest.mark.parametrize("dtype", [None, "f8"])
 def test_a_split_model_has_the_values_of_the_whole_one(comm, dtype):
     """Made by the seed, or given; given arrays are neither changed nor made anew."""

@@ -42,7 +42,7 @@ class Slow(Source):
         return super().take(indices)
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(3, further=(1,))
 def test_a_starved_loader_checkpoints_and_goes_on(comm, folder):
     """R44: state saved, said in an event, the same result as if nothing had been."""
     last = comm.rank == comm.size - 1
@@ -81,7 +81,7 @@ class Held(Source):
         return super().take(indices)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 def test_a_starved_worker_serves_the_others(comm, folder):
     """R44, R67: it holds the parameters of all, and what is missing is missing to itself alone."""
     path = folder / "come"

@@ -24,7 +24,7 @@ class Stream:
         return inputs, (inputs[:, 0] > inputs[:, 1]).astype(np.int64)
 
 
-@pytest.mark.ranks(1, 2, 3, 5)
+@pytest.mark.ranks(1, 2, 3, further=(5,))
 def test_a_stream_is_shared_out(comm):
     """R81: each sample is made once, on one rank, and the model is that of one rank."""
     model, stream = md.models.logistic(6, 2), Stream(100_000)

@@ -33,6 +33,7 @@ def fit(comm, spare=1, servers=1, placement="dedicated", slow=None, **settings):
     return model.parameters, summary, seen
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(4, 5, 6)
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
 @pytest.mark.parametrize("servers", [1, 2])
@@ -70,6 +71,7 @@ def test_a_worker_that_is_late_in_its_first_pull(comm, folder, monkeypatch):
             assert seen[-1] == 72
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(4, 5)
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
 def test_saves_stops_and_goes_on(comm, folder, placement):
@@ -86,6 +88,7 @@ def test_saves_stops_and_goes_on(comm, folder, placement):
     assert len(set(comm.allgather(parameters_digest(parameters))[: summary.workers])) == 1
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(4, 6)
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_worker_asks_for_a_stop(comm, folder, who):

@@ -328,7 +328,7 @@ def test_equal_in_other_words(comm):
     fit(comm, **{**even, **(odd if comm.rank == ODD else {})})
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 def test_words_for_strategies(comm):
     """They are those with their defaults."""
     expected = fit(comm).parameters_sha256

@@ -79,6 +79,7 @@ def test_a_checkpoint_has_all_gradients(comm, folder):
         assert parameters_digest(again) == parameters_digest(whole)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
 @pytest.mark.parametrize("mode", [md.ASP(), md.SSP(1), md.DSSP(1, 3)])

@@ -162,7 +162,7 @@ def test_a_slow_worker_may_stop_a_fast_one_that_waits(comm, folder, placement):
     assert result.finished
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(1, further=(3,))
 @pytest.mark.parametrize("every", ["auto 1h", "0.05s"])
 def test_a_time_between_checkpoints(comm, folder, every):
     """R52, issue 4 point 4: all ranks save the same steps, and write while they train."""

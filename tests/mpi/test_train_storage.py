@@ -137,6 +137,7 @@ def test_another_job_in_the_folder_ends_the_run(comm, folder):
     comm.Barrier()
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("strategy", ["allreduce", "servers"])
 def test_a_run_that_ends_by_an_exception_leaves_nothing_open(comm, folder, monkeypatch, strategy):
@@ -148,7 +149,7 @@ def test_a_run_that_ends_by_an_exception_leaves_nothing_open(comm, folder, monke
 
     def take_time(*args):
         if threading.current_thread() is not threading.main_thread():
-            time.sleep(0.3)
+            time.sleep(0.1)
         return write(*args)
 
     def fail(done):

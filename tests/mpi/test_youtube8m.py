@@ -46,7 +46,7 @@ def paths(comm, folder):
 BITS: list = []
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(3, further=(1,))
 def test_a_tagger_learns_from_damaged_files(comm, paths):
     model = models.tagger(1152, CLASSES)
     source = data.YouTube8M(paths[:4], CLASSES)
@@ -100,7 +100,7 @@ def frames(k):
     return example.encode_example({"id": [b"%d" % k], "labels": labels}) + example._field(2, lists)
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(1, further=(3,))
 def test_a_tagger_learns_from_packed_frames(comm, folder):
     """The frame level, packed by gzip, one file cut off: one bad record of all ranks."""
     paths = [folder / f"frames{k}.tfrecord" for k in range(3)]
