@@ -68,6 +68,12 @@ def tree_of(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
+@cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    """All nodes of a file's tree, found once."""
+    return [*ast.walk(tree_of(file))]
+
+
 def targets(file: Path, node) -> list[str]:
     """The modules of ours that an import statement names."""
     if isinstance(node, ast.Import):
@@ -83,11 +89,11 @@ def targets(file: Path, node) -> list[str]:
     return [f"{base}.{a.name}" if f"{base}.{a.name}" in MODULES else base for a in node.names]
 
 
-def imports(file: Path):
+@cache
+def imports(file: Path) -> list[tuple[int, str]]:
     """(line, module) of what `file` imports of ours, also inside functions."""
-    for node in ast.walk(tree_of(file)):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from ((node.lineno, target) for target in targets(file, node))
+    found = [node for node in nodes_of(file) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return [(node.lineno, target) for node in found for target in targets(file, node)]
 
 
 @cache
@@ -131,10 +137,10 @@ def way_to_mpi(module: str) -> list[str]:
     return []
 
 
-def lines_of_code(text: str) -> int:
+def lines_of_code(file: Path) -> int:
     """How many lines hold code: no comments, no docstrings, no blanks."""
     docstrings = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(file):
         body = getattr(node, "body", None)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = body[0] if body else None
@@ -145,12 +151,13 @@ def lines_of_code(text: str) -> int:
         tokenize.ENDMARKER, tokenize.ENCODING,
     )  # fmt: skip
     used = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    for token in tokenize.generate_tokens(io.StringIO(file.read_text(encoding="utf-8")).readline):
         if token.type not in skipped:
             used |= set(range(token.start[0], token.end[0] + 1))
     return len(used - docstrings)
 
 
+@cache
 def sizes() -> dict[str, tuple[int, int]]:
     """Room -> (files, lines of code); modules that are no room are one, named ``(modules)``."""
     files, lines = Counter(), Counter()
@@ -158,7 +165,7 @@ def sizes() -> dict[str, tuple[int, int]]:
         name = part_of(module)
         room = name if (PACKAGE / name).is_dir() and name else "(modules)"
         files[room] += 1
-        lines[room] += lines_of_code(file.read_text(encoding="utf-8"))
+        lines[room] += lines_of_code(file)
     order = sorted(files, key=lambda room: (FLOORS.get(room, 0), room))
     return {room: (files[room], lines[room]) for room in order}
 

@@ -1,6 +1,6 @@
 """Worlds of workers on a gate, and the search through every order of their events."""
 
-import copy
+import pickle
 from types import SimpleNamespace
 
 from mpidist.servers.consistency import Answer, Apply
@@ -173,10 +173,10 @@ class Choices:
 
 def outcomes(world, *event):
     """The worlds after an event of `world`, one for each series of answers of its rule."""
-    series = [()]
+    series, state = [()], pickle.dumps(world)  # a fifth of the time of copy.deepcopy
     while series:
         given = series.pop()
-        after = copy.deepcopy(world)
+        after = pickle.loads(state)
         if after.choices is not None:
             after.choices.given, after.choices.asked = given, 0
         after.step(*event)

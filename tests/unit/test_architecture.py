@@ -40,7 +40,7 @@ def imports(file: str):
 def external(file: str) -> set[str]:
     """The top-level packages of others that `file` imports anywhere."""
     found = set()
-    for node in ast.walk(TREES[file]):
+    for node in rooms.nodes_of(FILES[file]):
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -51,8 +51,8 @@ def external(file: str) -> set[str]:
 def users(predicate) -> dict[str, list[int]]:
     """Files with the lines of the nodes for which `predicate` holds."""
     found = {
-        file: sorted({n.lineno for n in ast.walk(tree) if predicate(n)})
-        for file, tree in TREES.items()
+        file: sorted({n.lineno for n in rooms.nodes_of(path) if predicate(n)})
+        for file, path in FILES.items()
     }
     return {file: lines for file, lines in found.items() if lines}
 
@@ -265,7 +265,7 @@ def test_tests_are_short():
 @pytest.mark.parametrize("file", FILES)
 def test_imports_of_ours_are_relative(file):
     """Rule 6: and none of them leads to the tests."""
-    for node in ast.walk(TREES[file]):
+    for node in rooms.nodes_of(FILES[file]):
         if isinstance(node, ast.Import):
             named = {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -277,7 +277,7 @@ def test_imports_of_ours_are_relative(file):
 
 def docstrings(file: str):
     """(line, text) of each docstring of a file."""
-    for node in ast.walk(TREES[file]):
+    for node in rooms.nodes_of(FILES[file]):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node, clean=False)
             if text:

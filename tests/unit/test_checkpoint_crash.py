@@ -62,8 +62,15 @@ def save(folder, step, method="save"):
     store.close()
 
 
-@pytest.mark.parametrize("method", ["save", "save_async"])
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("after", "method"),
+    [
+        (False, "save"),
+        (True, "save_async"),
+        pytest.param(False, "save_async", marks=pytest.mark.exhaustive),
+        pytest.param(True, "save", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_kill_at_every_call(tmp_path, monkeypatch, after, method):
     """R52: for each call n: kill there, then load, save again, and find no litter."""
     monkeypatch.setattr(files, "BLOCK", 512)  # a shard is several writes
@@ -104,7 +111,9 @@ def test_kill_at_every_call(tmp_path, monkeypatch, after, method):
     assert 3 <= committed < number
 
 
-@pytest.mark.parametrize("method", ["save", "save_async"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("save", marks=pytest.mark.exhaustive), "save_async"]
+)
 def test_kill_at_every_write_past_the_cache(tmp_path, monkeypatch, method):
     """The same where blocks are pages: a thread writes them past the system's cache."""
     monkeypatch.setattr(files, "BLOCK", files.PAGE)
@@ -134,7 +143,9 @@ def test_kill_at_every_write_past_the_cache(tmp_path, monkeypatch, method):
     assert number > 30
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (1, 2))]
+)
 def test_kill_at_any_time(tmp_path, seed):
     """The same with a real process and a clock: whatever it was doing."""
     code = (

@@ -25,7 +25,8 @@ from mpidist.checkpoint.storage import files
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.errors import NoCheckpoint
 
-FLIPS, TRUNCATIONS = 2000, 500
+#: In the first tier, and beside them in all cases.
+FLIPS, TRUNCATIONS = (400, 1600), (100, 400)
 KINDS = ("one rank", "two ranks", "format 1", "format 2")
 
 
@@ -111,10 +112,18 @@ def check(folder, states, opened, number, missing=False):
     return step
 
 
-def test_flipped_bits(store, kind, opened):
+def cases(counts):
+    few, others = counts
+    return pytest.mark.parametrize(
+        "count", [few, pytest.param(others, marks=pytest.mark.exhaustive)]
+    )
+
+
+@cases(FLIPS)
+def test_flipped_bits(store, kind, opened, count):
     folder, states, paths = store
-    rng, used = random.Random(2000), set()
-    for n in range(-(-FLIPS // len(KINDS))):
+    rng, used = random.Random(count), set()
+    for n in range(-(-count // len(KINDS))):
         path = paths[n % len(paths)]
         data = bytearray(path.read_bytes())
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
@@ -125,10 +134,11 @@ def test_flipped_bits(store, kind, opened):
     assert outcome(folder, states) == max(states)
 
 
-def test_truncated_files(store, opened):
+@cases(TRUNCATIONS)
+def test_truncated_files(store, opened, count):
     folder, states, paths = store
-    rng = random.Random(500)
-    for n in range(-(-TRUNCATIONS // len(KINDS))):
+    rng = random.Random(count)
+    for n in range(-(-count // len(KINDS))):
         path = paths[n % len(paths)]
         data = path.read_bytes()
         size = (0, len(data) - 1, rng.randrange(len(data)))[min(n // len(paths), 2)]
@@ -221,7 +231,7 @@ from mpidist.checkpoint.export.index import index
 from mpidist.errors import CheckpointError
 folder, newest, rng = Path(sys.argv[1]), int(sys.argv[2]), random.Random(7)
 paths = sorted((folder / f"step-{newest:012d}").iterdir())
-for n in range(60):
+for n in range(30):
     path = paths[n % len(paths)]
     good = path.read_bytes()
     data = bytearray(good)

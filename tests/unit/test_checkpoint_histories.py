@@ -240,8 +240,15 @@ def test_a_failed_beginning_is_tried_again(tmp_path, monkeypatch):
     assert names(tmp_path) == ["history-1", "step-000000000001", "step-000000000001-h1"]
 
 
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize(
+    ("back", "after"),
+    [
+        (False, False),
+        (True, True),
+        pytest.param(False, True, marks=pytest.mark.exhaustive),
+        pytest.param(True, False, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_kill_at_every_call_of_a_beginning(tmp_path, monkeypatch, back, after):
     """The newest of before, or the first of the new history; and the next attempt goes on."""
     monkeypatch.setattr(retention, "PATIENCE_SECONDS", -1.0)

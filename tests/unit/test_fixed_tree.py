@@ -105,7 +105,13 @@ def proved(size, n, pieces, votes=0, **kwargs):
         assert memory[rank][:n] == [total] * (n - votes) + [voted] * votes, (size, pieces, rank)
 
 
-@pytest.mark.parametrize("size", [*range(1, 18), 31, 32, 33, 64])
+@pytest.mark.parametrize(
+    "size",
+    [
+        *range(1, 18), 32, 33,
+        *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (31, 64)),
+    ],
+)  # fmt: skip
 def test_every_schedule_gives_the_tree(size):
     """Both forms, any p and V, fewer pieces or elements than ranks, and votes of idle ranks."""
     for pieces in sorted({1, 2, 3, 5, 8, 16, 31, 64, max(1, size - 1), size, size + 1, 2 * size}):

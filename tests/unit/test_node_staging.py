@@ -46,7 +46,10 @@ def test_the_walk():
     assert pairs >= {a + b for a in "abcd" for b in "abcd" if a != b}
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "size",
+    [pytest.param(n, marks=[pytest.mark.exhaustive] * (n in (29, 64, 112))) for n in SIZES],
+)
 def test_no_race_between_calls_of_any_two_dtypes(size):
     """One right after the other, in both orders, whole and in halves, of one round and of two."""
     stride, forms = node.piece_bytes(size), ((1, False), (2, True), (2, False), (1, True))

@@ -19,6 +19,9 @@ NETWORKS = [
     NetworkModel(overhead=1e-6),
 ]  # fmt: skip
 FAST = ["ring", *CLASSES]
+#: Numbers of ranks: in the first tier, of the large ones those beside a power of two and some more.
+SIZES = [*range(1, 21), 24, 27, 28, 31, 32, 33, 48, 63, 64]
+FURTHER = [p for p in range(1, ENUMERATED + 1) if p not in SIZES]
 
 
 def same(name, p, n, **options):
@@ -34,10 +37,14 @@ def equal_pieces(p, least):
     return -(-least // unit) * unit
 
 
+@pytest.mark.parametrize(
+    "sizes", [SIZES, pytest.param(FURTHER, marks=pytest.mark.exhaustive)], ids=["some", "others"]
+)
 @pytest.mark.parametrize("name", FAST)
-def test_fast_equals_enumerated(name):
+def test_fast_equals_enumerated(name, sizes):
     """All p up to 64, on nodes of 1, and up to 32 of 2 and 4 ranks, where they are full."""
-    for p in range(1, ENUMERATED + 1):
+    assert {*SIZES, *FURTHER} == {*range(1, ENUMERATED + 1)}
+    for p in sizes:
         for per_node in (1, 2, 4) if p <= 32 else (1,):
             if p % per_node == 0:
                 network = NETWORKS[(p + per_node) % 2]
@@ -61,7 +68,11 @@ def test_trees_need_no_equal_pieces():
                 same(name, p, n, network=NETWORKS[0])
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize(
+    "name",
+    # A butterfly is one of the two others.
+    [pytest.param(name, marks=[pytest.mark.exhaustive] * (name == "butterfly")) for name in FAST],
+)
 def test_65536_ranks_take_seconds(name):
     """CPU seconds, so that other work on the machine does not count; 1 MiB of float32."""
     start = time.process_time()
@@ -74,9 +85,9 @@ def test_65536_ranks_take_seconds(name):
 
 def test_many_ranks_on_nodes():
     """Eight ranks share a link: a butterfly suffers, a ring does not."""
-    flat = {a: predict(a, Problem(4096, 1 << 20)).seconds for a in ("ring", "butterfly")}
+    flat = {a: predict(a, Problem(1024, 1 << 18)).seconds for a in ("ring", "butterfly")}
     nodes = {
-        a: predict(a, Problem(4096, 1 << 20, ranks_per_node=8)).seconds
+        a: predict(a, Problem(1024, 1 << 18, ranks_per_node=8)).seconds
         for a in ("ring", "butterfly")
     }
     assert nodes["ring"] < flat["ring"]

@@ -31,14 +31,23 @@ ALLREDUCE = {
 }
 
 
+#: Numbers of ranks: in the first tier, of the large ones those beside a power of two, and 27.
+SIZES = [*range(1, 20), 27, 31, 32, 33, 63, 64]
+FURTHER = [p for p in range(1, 65) if p not in SIZES]
+all_sizes = pytest.mark.parametrize(
+    "sizes", [SIZES, pytest.param(FURTHER, marks=pytest.mark.exhaustive)], ids=["some", "others"]
+)
+
+
 def uneven(p):
     """Blocks of very different length, some empty."""
     return [(3 * r) % 5 for r in range(p)]
 
 
+@all_sizes
 @pytest.mark.parametrize("name", ALLREDUCE)
-def test_allreduce_is_proved(name):
-    for p in range(1, 65):
+def test_allreduce_is_proved(name, sizes):
+    for p in sizes:
         lengths = {0, 1, p - 1, p, p + 1, 2 * p + 3} if p < 17 else {1, p - 1, p + 1}
         for n in lengths if p <= 32 else {p + 1}:
             check.check_allreduce(ALLREDUCE[name], p, n)
@@ -51,19 +60,22 @@ def test_cut_messages_are_proved(name):
 
 
 @pytest.mark.parametrize("build", [ring.reduce_scatter, direct.reduce_scatter])
-def test_reduce_scatter_is_proved(build):
-    for p in range(1, 65):
+@all_sizes
+def test_reduce_scatter_is_proved(build, sizes):
+    for p in sizes:
         check.check_reduce_scatter(build, p, uneven(p))
 
 
 @pytest.mark.parametrize("build", [ring.allgather, direct.allgather])
-def test_allgather_is_proved(build):
-    for p in range(1, 65):
+@all_sizes
+def test_allgather_is_proved(build, sizes):
+    for p in sizes:
         check.check_allgather(build, p, uneven(p))
 
 
-def test_rooted_are_proved():
-    for p in range(1, 65):
+@all_sizes
+def test_rooted_are_proved(sizes):
+    for p in sizes:
         for root in {0, 1 % p, p // 2, p - 1}:
             check.check_broadcast(tree.broadcast, p, 3, root)
             check.check_broadcast(direct.broadcast, p, 3, root)
@@ -80,9 +92,10 @@ def sent(build, p, n):
     return [len(s) for s in steps], [sum(length(x.source) for x in s) for s in steps]
 
 
-def test_counts_equal_the_formulas():
+@all_sizes
+def test_counts_equal_the_formulas(sizes):
     """R38: 2(p-1) messages and 2(p-1)/p N per rank; R123: k(k-1) G against 2(k-1) G in total."""
-    for p in range(2, 65):
+    for p in {*sizes} - {1}:
         n = 4 * p
         messages, elements = sent(ring.allreduce, p, n)
         assert messages == [2 * (p - 1)] * p
@@ -90,7 +103,7 @@ def test_counts_equal_the_formulas():
         assert sum(sent(direct.allreduce, p, n)[1]) == p * (p - 1) * n
         assert sum(sent(tree.allreduce, p, n)[1]) == 2 * (p - 1) * n
         assert sum(sent(direct.naive, p, n)[1]) == 2 * (p - 1) * n
-    for k in range(1, 7):
+    for k in [k for k in range(1, 7) if 1 << k in sizes]:
         p = 1 << k
         n = 4 * p
         assert sent(butterfly.recursive_doubling, p, n) == ([k] * p, [k * n] * p)

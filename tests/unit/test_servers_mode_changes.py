@@ -35,7 +35,11 @@ def test_every_order_of_events_around_a_change(first, second):
     assert states > 50
 
 
-@pytest.mark.parametrize("third", MODES, ids=str)
+@pytest.mark.parametrize(
+    "third",
+    [pytest.param(m, marks=[pytest.mark.exhaustive] * isinstance(m, md.SSP)) for m in MODES],
+    ids=str,
+)
 def test_changes_in_two_clocks(third):
     clocks = (3, 3)
     for first, second in itertools.permutations(MODES, 2):
