@@ -6,7 +6,7 @@ from interpreters import ROOT
 from until import wait_until
 
 DIGITS = str(ROOT / "jobs" / "digits.toml")
-STEPS = 300
+STEPS = 150
 SETTINGS = [
     word
     for setting in (f"steps={STEPS}", "microbatches=8", "checkpoint_every=20", "log_every=1",

@@ -63,44 +63,42 @@ def test_a_node_is_lost(openmpi, programs, tmp_path):
         for pid in processes_of(cluster, "n4"):
             os.kill(pid, signal.SIGKILL)
         output = wait_until(
-            lambda: "mpirun ended" in cluster.job(number).output and cluster.job(number).output, 15
+            lambda: "mpirun ended" in cluster.job(number).output and cluster.job(number).output, 30
         )
         assert "PRTE has lost communication with a remote daemon" in output
         assert "mpirun ended with 0" in output
         for node in ("n2", "n3"):
-            wait_until(lambda node=node: not ranks_on(cluster, node), 5, otherwise=node)
+            wait_until(lambda node=node: not ranks_on(cluster, node), 20, otherwise=node)
 
 
 @pytest.mark.network
 def test_a_network_falls_apart(openmpi, programs, tmp_path):
     """TCP gives up, and each side takes the other one for dead: only the larger one may go on.
 
-    The smaller side ends itself, or Open MPI ends it once the link is back and it hears that it is
-    taken for dead. It says so on its own host: the launcher may have given that host up before.
-    When the link is back, Open MPI may tell the larger side whom the smaller side took for dead.
-    Then these ranks end, too: about one run in six. Three in a row are a defect.
+    The smaller side ends itself. It says so on its own host: the launcher may have given that host
+    up before. The link is back only after the larger side has done its last step, for Open MPI may
+    then tell its ranks whom the smaller side took for dead, and end them.
     """
     if reason := no_network():
         pytest.skip(f"no shaped network: {reason}")
-    for run in range(3):
-        folder = tmp_path / str(run)
-        folder.mkdir()
-        with shaped_network(hosts=4) as net:
-            for host in range(1, 5):  # it gives up after 4 s in place of 15 minutes
-                words = ["sysctl", "-w", "net.ipv4.tcp_retries2=3"]
-                net.box.run(["ip", "netns", "exec", f"h{host}", *words]).check()
-            job = [programs / "network_away.py", "apart", folder, "40"], ["--with-ft", "ulfm"]
-            done = link_away(net, openmpi, {folder: job}, 5.0)[folder].done
-        hashes = dict(re.findall(r"rank (\d) has (\w{64})", done.stdout))
-        assert {*hashes} <= {"0", "1", "3"}, done
-        assert len({*hashes.values()}) <= 1
-        if len(hashes) == 3:
-            break
+
+    def gone_on():
+        noted = [path for path in (tmp_path / rank for rank in "013") if path.exists()]
+        return [path.read_text().endswith(" 39\n") for path in noted] == [True] * 3
+
+    with shaped_network(hosts=4) as net:
+        for host in range(1, 5):  # it gives up after 4 s in place of 15 minutes
+            words = ["sysctl", "-w", "net.ipv4.tcp_retries2=3"]
+            net.box.run(["ip", "netns", "exec", f"h{host}", *words]).check()
+        job = [programs / "network_away.py", "apart", tmp_path, "40"], ["--with-ft", "ulfm"]
+        done = link_away(net, openmpi, {tmp_path: job}, 40.0, until=gone_on)[tmp_path].done
+    hashes = dict(re.findall(r"rank (\d) has (\w{64})", done.stdout))
     assert sorted(hashes) == ["0", "1", "3"], done
-    alone = (folder / "2.stderr").read_text()
+    assert len({*hashes.values()}) == 1
+    alone = (tmp_path / "2.stderr").read_text()
     ours, theirs = "3 ranks have died or cannot be reached", "reported dead by someone else"
     assert ours in alone or theirs in alone, alone
-    assert "rank 2 of 4 on h3 died at step" in (folder / "0.stderr").read_text()
+    assert "rank 2 of 4 on h3 died at step" in (tmp_path / "0.stderr").read_text()
 
 
 @pytest.mark.network
@@ -111,13 +109,13 @@ def test_a_link_is_away_for_some_seconds(net, openmpi, programs, tmp_path):
         folder = tmp_path / kind
         folder.mkdir()
         jobs[folder] = ([programs / "network_away.py", kind, folder, "40"], options)
-    for folder, found in link_away(net, openmpi, jobs, 12.0).items():
+    for folder, found in link_away(net, openmpi, jobs, 8.0).items():
         print(f"\n{folder.name}: no step for {found.longest:.1f} s, all ranks go on "
               f"{found.after:.1f} s after the link was back", *found.told(), sep="\n")  # fmt: skip
         hashes = re.findall(r"rank (\d) has (\w{64})", found.done.check().stdout)
         assert len(hashes) == 4
         assert len({bits for _, bits in hashes}) == 1
-        assert 11.5 < found.longest < 20
+        assert 7.5 < found.longest < 16
         assert (
             found.after < 6
         )  # at most 2 s on a quiet machine with Linux 6.15; 12 s on an older one
@@ -142,7 +140,7 @@ def told_rightly(found):
 
 @pytest.mark.network
 def test_ranks_without_a_network_are_not_evicted(net, openmpi, programs, tmp_path):
-    """R45: two ranks wait on each host, longer than a rank may be late."""
+    """R45: two ranks wait on each host, twice as long as a rank may be late (4 s)."""
     job = [programs / "network_away.py", "deadline", tmp_path, "30"], ["--with-ft", "ulfm"]
     found = link_away(net, openmpi, {tmp_path: job}, 8.0, ranks_per_host=2)[tmp_path]
     hashes = re.findall(r"rank (\d) has (\w{64})", found.done.check().stdout)

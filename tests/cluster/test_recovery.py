@@ -45,19 +45,27 @@ def scenes(cluster):
     return {"fails on n4": partial(fails_on_n4, cluster), "asked": partial(asked, cluster)}
 
 
-#: All three have lost the same node at the same moment.
-LAUNCHERS = [("openmpi", "mpirun"), ("openmpi", "srun --mpi=pmix"), ("mpich", "srun --mpi=pmi2")]
+LAUNCHERS = [
+    ("openmpi", "mpirun"),
+    ("mpich", "srun --mpi=pmi2"),
+    pytest.param(("openmpi", "srun --mpi=pmix"), marks=pytest.mark.exhaustive),
+]
 
 
 @pytest.fixture(scope="module")
-def n4_down(cluster, played, tmp_path_factory):
-    """By launcher: its job, and the folder. After the scenes, which need all nodes."""
+def n4_down(cluster, played, tmp_path_factory, request):
+    """By launcher: its job, and the folder. After the scenes, which need all nodes.
+
+    All have lost the same node at the same moment.
+    """
     numbers, ends = {}, {}
-    for each in LAUNCHERS:
+    items = [item for item in request.session.items if item.module is request.module]
+    given = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    for each in [params["each"] for params in given if "each" in params]:
         folder = tmp_path_factory.mktemp("down")
         try:
             # In its first attempt each step takes so long that no job is over before all run.
-            numbers[each] = submit(cluster, folder, *each, fault="sleep@step,ms=100"), folder
+            numbers[each] = submit(cluster, folder, *each, fault="sleep@step,ms=200"), folder
         except pytest.skip.Exception as reason:
             ends[each] = reason
     try:

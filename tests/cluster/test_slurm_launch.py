@@ -81,7 +81,7 @@ def test_a_job_beyond_its_deadline_is_cancelled(cluster, tmp_path):
 def test_a_command_beyond_its_deadline_is_ended(cluster):
     done = cluster.run(["srun", "-N2", "sleep", "500"], timeout=2)
     assert (done.timed_out, done.returncode) == (True, 124)
-    running = ["squeue", "--noheader", "--states=RUNNING"]
+    running = ["squeue", "--noheader", "--states=RUNNING", "--name=sleep"]
     wait_until(lambda: not cluster.run(running).stdout.strip(), otherwise="the step is still there")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -68,6 +69,7 @@ class Box:
         pid = self._unshare.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         self._first = int(children[0])
+        self._started: list[Started] = []
         self._nsenter = ["nsenter", f"--target={self._first}", *kinds]
         if network:
             self.run(["ip", "link", "set", "lo", "up"]).check()
@@ -85,7 +87,9 @@ class Box:
         where = Path(cwd) if cwd else Path.cwd()
         command = [*self._nsenter, f"--wd={where.resolve()}", "--", *args]
         environment = {**(os.environ if env is None else env), "TMPDIR": str(self.folder / "tmp")}
-        return Started(command, env=environment, sweep=sweep, session=False)
+        started = Started(command, env=environment, sweep=sweep, session=False)
+        self._started = [one for one in self._started if one.process.poll() is None] + [started]
+        return started
 
     def run(self, args: Sequence[str | os.PathLike], *, timeout: float = 60, **options) -> Finished:
         """Run a command in the box to its end. Local."""
@@ -93,6 +97,10 @@ class Box:
 
     def close(self) -> None:
         """End all processes of the box and free what it holds. Local."""
+        # nsenter stops itself when its command is stopped, and then never reads its exit code.
+        for started in self._started:
+            if started.process.poll() is None:
+                started.process.send_signal(signal.SIGCONT)
         for stream in (self._unshare.stdin, self._unshare.stdout, self._unshare.stderr):
             stream.close()  # type: ignore[union-attr]
         # The end of its input ends the first process; unshare then has seen the namespace empty.

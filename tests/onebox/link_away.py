@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from until import holds_within
 
 from mpidist.launch.launchers import find_launcher
 from mpidist.launch.processes import Finished
@@ -16,6 +18,8 @@ from onebox.network import ShapedNetwork
 
 #: The ranks of a job wait after so many steps for the file `GO` in their folder.
 BEGUN, GO = 10, "go"
+#: Files that say to the ranks that the link is away, and that it is back; see `link_away`.
+DOWN, BACK = "down", "back"
 
 
 @dataclass(frozen=True)
@@ -42,14 +46,19 @@ def link_away(
     jobs: Mapping[Path, tuple[Sequence, Sequence[str]]],
     seconds: float,
     *,
+    until: Callable[[], bool] = lambda: False,
     host: int = 3,
     ranks_per_host: int = 1,
     timeout: float = 120,
 ) -> dict[Path, Outcome]:
     """Run all `jobs` at once, and take the link of one host away once all of them have begun.
 
+    It is away for `seconds`, or until `until` returns true.
+
     `jobs` maps a folder, in which ranks note ``TIME STEP`` in files, to the words after the Python
-    and to options of mpirun. The ranks wait after `BEGUN` steps for the file `GO`. Local.
+    and to options of mpirun. The ranks wait after `BEGUN` steps for the file `GO`, make slow steps
+    before the file `DOWN`, and their last step after the file `BACK`: so they are at work when the
+    link goes away and when it comes back, however busy this machine is. Local.
     """
     link = ["ip", "-n", f"h{host}", "link", "set", "eth0"]
     env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -67,14 +76,21 @@ def link_away(
             if ended or time.monotonic() > end:
                 raise RuntimeError(f"jobs have not begun: {ended}")
             time.sleep(0.02)
-        for folder in jobs:
-            (folder / GO).touch()
+        tell(jobs, GO)
         time.sleep(0.1)
         net.box.run([*link, "down"]).check()
-        time.sleep(seconds)
+        tell(jobs, DOWN)
+        holds_within(until, seconds)
         net.box.run([*link, "up"]).check()
         back = time.time()
+        tell(jobs, BACK)
         return {folder: outcome(job.result(), folder, back) for folder, job in running.items()}
+
+
+def tell(folders: Iterable[Path], name: str) -> None:
+    """Make the file `name` in all folders. Local."""
+    for folder in folders:
+        (folder / name).touch()
 
 
 def times(folder: Path) -> list[float]:

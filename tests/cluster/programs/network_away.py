@@ -3,8 +3,9 @@
 KIND is ``allreduce``, ``deadline`` (the same, and late ranks are evicted), ``apart`` (the same as
 ``allreduce``, and each rank writes its errors to FOLDER/RANK.stderr on its own host) or ``save``,
 which are loops of `md.elastic`, or ``push`` (parameter servers). Each rank notes the time of each
-step in FOLDER/RANK, and waits after ten steps for FOLDER/go. At the end it prints a hash of its
-result.
+step in FOLDER/RANK. It waits after ten steps for FOLDER/go, makes slow steps until the link is away
+(FOLDER/down), and, but for ``apart``, does not make its last step before the link is back
+(FOLDER/back). At the end it prints a hash of its result.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpidist as md
+from mpidist.runtime import polling
 
 N = 250_000  # 2 MB: 24 ms for a host's part of an allreduce at 1 Gbit/s
 kind, folder, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
@@ -32,8 +34,11 @@ if kind == "apart":  # for the launcher loses what a host says that it has given
 
 def note(step: int) -> None:
     log.write(f"{time.time()} {step}\n")
-    while step == 9 and not (folder / "go").exists():
+    awaited = {9: "go", steps - 2: "" if kind == "apart" else "back"}.get(step)
+    while awaited and not (folder / awaited).exists():
         time.sleep(0.01)
+    if step > 9 and not (folder / "down").exists():
+        time.sleep(0.1)  # on a busy machine it takes a second until the link is away
 
 
 def allreduce(deadline="stopped") -> None:
@@ -74,7 +79,11 @@ def push() -> None:
     state["w"] = params["w"] if client is not None else np.full(N, steps * (steps + 1) / 2)
 
 
-loops = {"allreduce": allreduce, "apart": allreduce, "deadline": lambda: allreduce(2.0)}
+loops = {"allreduce": allreduce, "apart": allreduce, "deadline": lambda: allreduce(4.0)}
 (loops | {"save": save, "push": push})[kind]()
 print(f"rank {world} has {hashlib.sha256(state['w'].tobytes()).hexdigest()}\n", end="", flush=True)
-time.sleep(2)  # a look at the network, which tells that it is back, comes once a second
+# The looks at the network tell that it is back: four in a second, as long as it is not.
+end = time.monotonic() + (0 if kind == "apart" else 20)
+while polling.unreachable and time.monotonic() < end:
+    time.sleep(0.05)
+time.sleep(0.5)
