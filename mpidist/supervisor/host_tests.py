@@ -10,9 +10,8 @@ that they have needed (`TIMES`), but at least 3 s (`LEAST`):
     n3  0.2 s   ends well     half of the hosts have needed 0.2 s, so the limit is 3 s
     n4  ...     is silent     n4 has not ended after 3 s
 
-A launcher may hang although its host is well: with Open MPI 5.0.11, a few in a hundred starts never
-end. So after half of the limit the program is started a second time, and one end without an error
-is enough.
+A launcher may hang although its host is well (see `commands.host_test`). So after half of the limit
+the program is started a second time, and one end without an error is enough.
 
 A host that fails the test is left out of only one attempt, because each attempt tests the hosts
 again.

@@ -75,7 +75,6 @@ def remove_memory_folder(
         return
 
     def remove(host: str) -> list[str]:
-        *words, _ = commands.host_test(host, job.words, job.slurm)
-        return [*words, "rm", "-rf", str(folder)]
+        return commands.host_test(host, job.words, job.slurm, ["rm", "-rf", str(folder)])
 
     run_on_hosts(job, hosts, remove)

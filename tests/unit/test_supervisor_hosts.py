@@ -44,7 +44,7 @@ def test_a_host_that_hangs_is_found_by_the_others(tmp_path, monkeypatch):
 
 
 def test_a_launcher_that_hangs_once_is_started_again(tmp_path, monkeypatch):
-    """Of Open MPI 5.0.11, one start in twenty hung on a host that was well."""
+    """As one start in fifteen of Open MPI 5.0.11 did, of a program that ends at once."""
     monkeypatch.setattr(host_tests, "LEAST", 2.0)
     assert silent(ALL, f"[ $0 = n4 ] && mkdir {tmp_path}/begun && sleep 500; true") == []
 
