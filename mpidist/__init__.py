@@ -46,7 +46,7 @@ _HOME = {
     "Gradients": "gradients.exchange",
     "attach": "gradients.torch_module",
     "AllReduce": "training.strategies",
-    "ParameterServer": "training.strategies",
+    "ParameterServer": "training.exchanges.server_strategy",
     "Pipeline": "training.exchanges.pipelines.pipeline_strategy",
     "PeerAverage": "training.exchanges.peer_strategies",
     "Hogwild": "training.exchanges.peer_strategies",

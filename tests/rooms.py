@@ -39,7 +39,8 @@ WITHOUT_MPI = (
     "servers.modes.backup_workers", "servers.modes.dynamic_bound", "servers.modes.mode_policy",
     "servers.modes.stale_gradients", "servers.model_facts", "servers.rows.cache_policy",
     "simulator", "supervisor", "training.checks", "training.exchanges.peer_strategies",
-    "training.exchanges.pipelines.pipeline_strategy", "training.job", "training.strategies",
+    "training.exchanges.pipelines.pipeline_strategy", "training.exchanges.server_strategy",
+    "training.job", "training.strategies",
 )  # fmt: skip
 #: Within these, what needs MPI all the same.
 WITH_MPI = ("pipeline.stages",)

@@ -14,7 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ConfigError, shown
-from .storage.steps import MAX_STEP
+
+#: The name of a step's folder has 12 digits.
+MAX_STEP = 10**12 - 1
 
 #: A pattern for the scheme of a URL. It accepts a single slash, because `Path` turns
 #: ``s3://bucket`` into ``s3:/bucket``.

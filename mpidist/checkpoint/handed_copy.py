@@ -16,9 +16,6 @@ from pathlib import Path
 from ..errors import CheckpointError, ConfigError, NoCheckpoint
 from ..launch.heartbeat import IN_MEMORY, launched_by
 from .control import by_rank_0, run_on_all
-from .memory_copies import fits_in_memory, make_private
-from .store import CheckpointStore
-from .tiered import report_no_copy
 
 
 def folder_of(memory: Path, path: str) -> Path:
@@ -32,6 +29,11 @@ def folder_of(memory: Path, path: str) -> Path:
 
 def save_copy(comm, memory: Path, path: str, step: int, state: Mapping) -> bool:
     """Save `state` in memory; if that fails, print a line and return False. Collective."""
+    # Not at the top: most runs hand nothing over, and many have no store.
+    from .memory_copies import fits_in_memory, make_private
+    from .store import CheckpointStore
+    from .tiered import report_no_copy
+
     folder = folder_of(memory, path)
     try:
         run_on_all(comm, "hand-over: folder", lambda: make_private(memory))
@@ -74,6 +76,8 @@ def restore_copy(comm, memory: Path, path: str, like: Mapping, newer_than: int |
 
     The result is None if some host has no copy that is newer than the step `newer_than`.
     """
+    from .store import CheckpointStore
+
     folder = folder_of(memory, path)
     there = run_on_all(comm, "hand-over: copy", lambda: any(folder.glob("step-*")), all)
     if not there:

@@ -46,9 +46,10 @@ from typing import NamedTuple, TypeVar
 
 from .. import events
 from ..errors import CheckpointError, NoCheckpoint, StorageError
+from .arguments import MAX_STEP
 from .format.manifest import NAME
 from .storage import files
-from .storage.steps import MAX_STEP, Entry, entry_of
+from .storage.steps import Entry, entry_of
 
 T = TypeVar("T")
 

@@ -2,33 +2,44 @@
 
 All ranks make equal `Sampler` objects, which compute the order of the samples. Each rank takes its
 own part of each global batch. In this package, only the module `readers/remote.py` communicates
-between ranks.
+between ranks. A reader of files is loaded when a program first uses its name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from ..registry import build
 from .digits import digits
 from .distortion import Distorted
 from .loader import Loader, Loading
-from .readers.hdf5 import HDF5, hdf5
-from .readers.idx import idx
-from .readers.libsvm import LibSVM, libsvm
-from .readers.tfrecord import TFRecords
-from .readers.youtube8m import YouTube8M
-from .readers.youtube8m_frames import YouTube8MFrames, mean_frames, youtube8m
 from .sampler import Position, Sampler
 from .skip_bad import BadRecordFilter, Batch
 from .sources import ArraySource, Derived, Items, Part, Source, Stream, as_source
 
-SOURCES: dict[str, Callable[..., tuple[Source, Source]]] = {
-    "digits": digits,
-    "idx": idx,
-    "hdf5": hdf5,
-    "libsvm": libsvm,
-    "youtube8m": youtube8m,
+if TYPE_CHECKING:
+    from .readers.hdf5 import HDF5, hdf5
+    from .readers.idx import idx
+    from .readers.libsvm import LibSVM, libsvm
+    from .readers.tfrecord import TFRecords
+    from .readers.youtube8m import YouTube8M
+    from .readers.youtube8m_frames import YouTube8MFrames, mean_frames, youtube8m
+    from .source_table import SOURCES
+
+_HOME = {
+    "HDF5": "readers.hdf5",
+    "hdf5": "readers.hdf5",
+    "idx": "readers.idx",
+    "LibSVM": "readers.libsvm",
+    "libsvm": "readers.libsvm",
+    "TFRecords": "readers.tfrecord",
+    "YouTube8M": "readers.youtube8m",
+    "YouTube8MFrames": "readers.youtube8m_frames",
+    "mean_frames": "readers.youtube8m_frames",
+    "youtube8m": "readers.youtube8m_frames",
+    "SOURCES": "source_table",
 }
 
 __all__ = [
@@ -68,7 +79,17 @@ def from_settings(name: str, settings: Mapping) -> tuple[Source, Source]:
     Raises ConfigError for an unknown name or key (the message suggests the nearest known one), for
     a missing key, and for data that cannot be read.
     """
+    from .source_table import SOURCES
+
     return build(SOURCES, name, settings, "data source")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__():

@@ -25,7 +25,6 @@ from typing import Any
 
 from mpi4py import MPI
 
-from ..checkpoint.memory_copies import MemoryCopies
 from ..elasticity import peer_state
 from ..elasticity.deadline import parse_deadline
 from ..elasticity.elastic_group import Group
@@ -81,11 +80,13 @@ class Carried:
         """The folder for copies of the state in a node's memory; None if no copies are wanted."""
         return memory_folder() if self.group and self.group.settings.every else None
 
-    def copies(self, store, step: int) -> MemoryCopies | None:
-        """Return an object that copies the state to memory after `step`; None if not wanted."""
+    def copies(self, store, step: int):
+        """Return a `MemoryCopies` that copies the state after `step`, or None if not wanted."""
         every, memory = self.group and self.group.settings.every, self.memory
         if not every or memory is None or getattr(store, "folder", None) != memory:
             return None
+        from ..checkpoint.memory_copies import MemoryCopies
+
         copies = MemoryCopies(store, every)
         copies.begin(step)
         return copies

@@ -13,8 +13,6 @@ from pathlib import Path
 from mpi4py import MPI
 
 from .. import events
-from ..checkpoint.memory_copies import open_with_copies
-from ..checkpoint.store import CheckpointStore
 from ..errors import ConfigError, MpidistError
 from ..fault_tolerance.guard import Stopped
 from ..fault_tolerance.watch import watch
@@ -49,6 +47,10 @@ def open_store(comm, checkpoint, fresh: bool | str, memory: Path | None):
     if checkpoint is None or hasattr(checkpoint, "restore"):
         return nullcontext(checkpoint)
     if not callable(checkpoint):
+        # Not at the top: a run without checkpoints needs nothing of the store.
+        from ..checkpoint.memory_copies import open_with_copies
+        from ..checkpoint.store import CheckpointStore
+
         if memory is not None:
             return open_with_copies(comm, checkpoint, memory, fresh=fresh)
         return CheckpointStore(comm, checkpoint, fresh=fresh)

@@ -1,7 +1,7 @@
 """Strategies: how the ranks combine their gradients.
 
 A strategy contains only settings. The method `open` of a strategy makes an exchange, which is the
-object that combines the gradients. To add a strategy, write a dataclass here, a line in
+object that combines the gradients. To add a strategy, write a dataclass in ``exchanges``, a line in
 `STRATEGIES`, and an exchange: an object with ``workers, begin, compute, reduce, update, state,
 check, save_point, finish, evaluate, digest, close, abandon`` (and ``stragglers`` and a few
 attributes: see ``allreduce_exchange.py``). A strategy may have a method `check_run`.
@@ -9,26 +9,15 @@ attributes: see ``allreduce_exchange.py``). A strategy may have a method `check_
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 from ..collectives.schedules.algorithms import chosen
 from ..errors import ConfigError, shown
 from ..gradients.gradient_buckets import bucket_bytes
 from ..registry import build, look_up
-from ..servers.balance.rebalance import Rebalance, rebalance_policy
-from ..servers.consistency import ASP, BSP, SSP, Consistency
-from ..servers.layout.roles import AUTO, choose_ranks, listed_shares, ranks_asked
-from ..servers.model_facts import check_checksums, check_device_name, check_nonfinite
-from ..servers.modes.backup_workers import BackupWorkers
-from ..servers.modes.dynamic_bound import DSSP
-from ..servers.modes.mode_policy import ModePolicy, mode_policy
-from ..servers.modes.stale_gradients import KeepStale, Stale, stale_policy
 from .checks import expect, has_methods, is_whole_number
-from .exchanges.peer_strategies import Hogwild, peer_average
-from .exchanges.pipelines.pipeline_strategy import Pipeline
 
 
 @dataclass(frozen=True)
@@ -99,211 +88,45 @@ class AllReduce:
         return Replicas(comm, model, optimizer, algorithm, optimizer_state=optimizer_state, **given)
 
 
-@dataclass(frozen=True)
-class ParameterServer:
-    """Servers hold the parameters and update them; workers push gradients and pull parameters.
+def _server_strategy() -> Callable:
+    from .exchanges.server_strategy import server_strategy
 
-    Parameters
-    ----------
-    servers : int, sequence of int, mapping of int to float, or "auto"
-        The number of servers, which are the last ranks; or the list of the ranks that are servers;
-        or the share of the model that each server rank holds, such as ``{0: 1, 1: 1, 2: 4}``. With
-        "auto" all ranks serve, with shares that balance the traffic of the hosts.
-    consistency : BSP, SSP, DSSP, ASP or BackupWorkers
-        The consistency mode, which says how many steps one worker may be ahead of another.
-    placement : str or sequence of int
-        "dedicated": a rank is either a server or a worker. "colocated": each server is also a
-        worker. A list contains the server ranks that only serve; the other servers are also
-        workers.
-    nonfinite : "raise" or "drop"
-        What happens to a push with a NaN or an infinity, see `ServerGroup.add`.
-    stale : KeepStale, DropStale, ScaleStale, DelayCompensated or MomentumCorrected
-        What servers do with old gradients under ASP, SSP and DSSP. A mapping with ``name`` and
-        settings, such as ``{"name": "drop", "beyond": 16}``, is also allowed.
-    replicas : 0 or 1
-        With 1, each server also keeps a copy of the partitions of another server, so that an
-        elastic run goes on without a lost step if a server dies. Needs `elastic`, at least 2
-        servers, and twice the memory on servers; see docs/elastic.md.
-    push_every, pull_every : int
-        Settings of Downpour SGD, for ASP, DSSP, and SSP with a staleness of at least 1. A worker
-        adds up its gradients and pushes the sum every `push_every` steps, and pulls every
-        `pull_every` steps. Between two pulls it updates its own copy of the parameters.
-    changes : mapping or function, optional
-        Other modes from some steps on: a mapping such as ``{1000: md.ASP()}``, or a function of the
-        step. The function returns a mode, or None to keep the present mode. Each worker calls it in
-        each step, and it must return the same mode on all workers. A run can change between BSP,
-        SSP, DSSP and ASP.
-    rebalance : "auto", int, Rebalance, or mapping, optional
-        After each `rebalance` steps ("auto": 100), measure how busy the servers are, and give slow
-        servers smaller shares, see `ServerGroup.rebalance`. By default, shares do not change.
-    server_device : "cpu" or "gpu"
-        Where servers update the model, see `ServerGroup.add`.
-    checksums : bool
-        Whether receivers check a CRC-32 of each message, see `ServerGroup`.
-    """
-
-    servers: int | Sequence[int] | Mapping[int, float] | str = 1
-    consistency: Consistency = field(default_factory=BSP)
-    placement: str | Sequence[int] = "dedicated"
-    nonfinite: str = "raise"
-    stale: Stale = field(default_factory=KeepStale)
-    replicas: int = 0
-    push_every: int = 1
-    pull_every: int = 1
-    changes: Mapping[int, Consistency] | ModePolicy | None = None
-    rebalance: Rebalance | str | int | Mapping | None = None
-    server_device: str = "cpu"
-    checksums: bool = False
-    survives: ClassVar[bool] = True
-
-    def __post_init__(self):
-        object.__setattr__(self, "changes", mode_policy(self.changes, self.consistency))
-        if self.changes is not None and self.is_rare:
-            raise ConfigError("changes: push_every and pull_every need one mode; give one of them")
-        # The dataclass is frozen, so attributes are set in this way.
-        object.__setattr__(self, "rebalance", rebalance_policy(self.rebalance))
-        if self.rebalance is not None and isinstance(self.consistency, BackupWorkers):
-            raise ConfigError(
-                f"rebalance needs workers that make all steps, and under {self.consistency} late "
-                "workers skip some steps; leave rebalance out"
-            )
-        for name in ("push_every", "pull_every"):
-            value = getattr(self, name)
-            several = is_whole_number(value) and value >= 1
-            expect(several, name, value, "every how many steps, 1 or more")
-            if value > 1 and getattr(self.consistency, "holds", False):
-                raise ConfigError(
-                    f"{name}={value} needs consistency ASP, SSP(1) or more, or DSSP, got "
-                    f"{self.consistency}: its workers exchange in each step"
-                )
-        check_nonfinite(self.nonfinite)
-        check_device_name(self.server_device)
-        check_checksums(self.checksums)
-        object.__setattr__(self, "stale", stale_policy(self.stale))
-        known = is_whole_number(self.replicas) and self.replicas in (0, 1)
-        expect(known, "replicas", self.replicas, "0 or 1: how many copies of each partition")
-
-    @property
-    def is_rare(self) -> bool:
-        """Whether workers push or pull only in some steps."""
-        return self.push_every > 1 or self.pull_every > 1
-
-    @property
-    def keeps_copies(self) -> bool:
-        """Whether each server keeps a copy of another server's partitions."""
-        return bool(self.replicas)
-
-    def workers(self, size: int) -> int:
-        """Return how many of `size` ranks are workers; raise ConfigError if there is no worker."""
-        servers, workers = choose_ranks(size, ranks_asked(self.servers), self.placement)
-        check_copies(self.replicas, len(servers))
-        return len(workers)
-
-    def open(self, comm, model, optimizer, *, global_batch: int, seed: int, kept=None):
-        """Return the object that exchanges the gradients in one run. Collective over `comm`.
-
-        `kept` is given in elastic runs: the facts that this rank has kept over a death, see
-        `server_exchange.Kept`.
-        """
-        from .exchanges.server_exchange import Served
-
-        return Served(comm, model, optimizer, self, kept, global_batch=global_batch, seed=seed)
+    return server_strategy
 
 
-def check_copies(replicas: int, servers: int) -> None:
-    """Raise ConfigError if there are too few servers to keep the copies."""
-    if replicas >= servers:
-        raise ConfigError(
-            f"replicas={replicas} needs at least {replicas + 1} servers, got servers={servers}: a "
-            "copy must be on another server; use more servers, or leave replicas out"
-        )
+def _pipeline() -> Callable:
+    from .exchanges.pipelines.pipeline_strategy import Pipeline
+
+    return Pipeline
 
 
-CONSISTENCIES = {"bsp": BSP, "asp": ASP, "ssp": SSP, "dssp": DSSP, "backup_workers": BackupWorkers}
+def _peer_average() -> Callable:
+    from .exchanges.peer_strategies import peer_average
+
+    return peer_average
 
 
-def _parameter_server(
-    servers=1,
-    consistency: str = "bsp",
-    staleness: int | None = None,
-    low: int | None = None,
-    high: int | None = None,
-    rule: str | None = None,
-    count: int | None = None,
-    placement="dedicated",
-    nonfinite="raise",
-    stale=None,
-    replicas=0,
-    shares=None,
-    push_every=1,
-    pull_every=1,
-    changes=None,
-    rebalance=None,
-    server_device="cpu",
-    checksums=False,
-) -> ParameterServer:
-    given = {"staleness": staleness, "low": low, "high": high, "rule": rule, "count": count}
-    settings = {name: value for name, value in given.items() if value is not None}
-    accepted = inspect.signature(look_up(CONSISTENCIES, consistency, "consistency")).parameters
-    if wrong := [name for name in settings if name not in accepted]:
-        users = [mode for mode, kind in CONSISTENCIES.items()
-                 if wrong[0] in inspect.signature(kind).parameters]  # fmt: skip
-        needed = " or ".join(map(repr, users))
-        setting = f"{wrong[0]}={shown(settings[wrong[0]])}"
-        raise ConfigError(f"{setting} needs consistency={needed}, got {consistency!r}")
-    mode = build(CONSISTENCIES, consistency, settings, "consistency")
-    if shares is not None:
-        servers = listed_shares(shares, servers)
-    asked = ranks_asked(servers)
-    ranks = [asked] if isinstance(asked, int) else [*range(2)] if asked == AUTO else [*asked]
-    if min(ranks, default=-1) < 0 or len(ranks) != len(set(ranks)):
-        raise ConfigError(f"servers={shown(servers)}: expected how many, or distinct ranks")
-    # The number of ranks may still be unknown. The check with two ranks is enough to refuse 0
-    # servers or a bad placement.
-    if isinstance(placement, str):
-        some = min(asked, 1) if isinstance(asked, int) else AUTO if asked == AUTO else 1
-        choose_ranks(2, some, placement)
-    strategy = ParameterServer(
-        servers, mode, placement, nonfinite, stale_policy(stale), replicas, push_every, pull_every,
-        _changes(changes), rebalance, server_device, checksums,
-    )  # fmt: skip
-    check_copies(replicas, asked if isinstance(asked, int) else len(ranks))
-    return strategy
+def _hogwild() -> Callable:
+    from .exchanges.peer_strategies import Hogwild
+
+    return Hogwild
 
 
-def _changes(changes) -> dict | None:
-    """Return {step: mode} for the argument `changes` of a job file, a list of [step, mode name]."""
-    if changes is None:
-        return None
-    try:
-        pairs = [(step, {"name": m} if isinstance(m, str) else dict(m)) for step, m in changes]
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"changes={shown(changes)}; expected a list of [step, mode], such as "
-            '[[1000, "asp"], [2000, { name = "ssp", staleness = 3 }]]'
-        ) from None
-    modes = {
-        step: build(CONSISTENCIES, mode.pop("name", None), mode, "consistency")
-        for step, mode in pairs
-    }
-    if len(modes) < len(pairs):
-        raise ConfigError(f"changes={shown(changes)}: a step is in the list twice")
-    return modes
-
-
-STRATEGIES: dict[str, Callable] = {
-    "allreduce": AllReduce,
-    "parameter_server": _parameter_server,
-    "pipeline": Pipeline,
-    "peer_average": peer_average,
-    "hogwild": Hogwild,
+#: Name in a job file -> the function that returns what makes the strategy. It loads the module of
+#: this strategy only: with those of parameter servers, every start would take 15 ms longer.
+STRATEGIES: dict[str, Callable[[], Callable]] = {
+    "allreduce": lambda: AllReduce,
+    "parameter_server": _server_strategy,
+    "pipeline": _pipeline,
+    "peer_average": _peer_average,
+    "hogwild": _hogwild,
 }
 
 
 def from_settings(name: str, settings: Mapping):
     """Make the strategy that a job file describes; raise ConfigError for bad settings."""
-    look_up(STRATEGIES, name, "strategy")
-    return build(STRATEGIES, name, settings, "strategy")
+    load = look_up(STRATEGIES, name, "strategy")
+    return build({name: load()}, name, settings, "strategy")
 
 
 def as_strategy(given):

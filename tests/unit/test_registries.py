@@ -8,6 +8,7 @@ from mpidist.collectives.schedules import algorithms, check
 from mpidist.errors import ConfigError
 from mpidist.servers.consistency import SSP
 from mpidist.training import job, strategies
+from mpidist.training.exchanges import server_strategy
 
 JOB = {
     "global_batch": 20,
@@ -43,7 +44,7 @@ def test_a_schedule_and_a_policy(monkeypatch):
     parameters, gradients = {"w": np.ones(1)}, {"w": np.ones(1)}
     made.update(gradients, made.init(parameters), parameters)
     assert parameters["w"][0] == 0.75
-    monkeypatch.setitem(strategies.CONSISTENCIES, "loose", lambda: SSP(100))
+    monkeypatch.setitem(server_strategy.CONSISTENCIES, "loose", lambda: SSP(100))
     strategy = strategies.from_settings("parameter_server", {"consistency": "loose"})
     assert strategy.consistency == SSP(100)
 

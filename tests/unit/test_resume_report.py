@@ -10,6 +10,7 @@ import pytest
 from mpidist import optim
 from mpidist.supervisor import commands
 from mpidist.training import settings, start_records, strategies
+from mpidist.training.exchanges import server_strategy
 from mpidist.training.resume_report import differences, kept
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +62,7 @@ COSINE = {"lr": optim.cosine(0.1, steps=100)}
         ({"optimizer": optim.sgd(lambda step: 0.1)}, {"optimizer": optim.sgd(lambda step: 0.2)},
          ["optimizer.lr, an update of 0 at steps 0, 1, 10, 100, 1000: -0.1 -0.1 -0.1 -0.1 -0.1 "
           "when saved, -0.2 -0.2 -0.2 -0.2 -0.2 now"]),
-        ({}, {"strategy": strategies.ParameterServer()},
+        ({}, {"strategy": server_strategy.ParameterServer()},
          ["strategy: AllReduce when saved, ParameterServer now"]),
         ({}, {"strategy": strategies.AllReduce(algorithm="ring")},
          ["strategy.algorithm: 'auto' when saved, 'ring' now"]),

@@ -22,8 +22,6 @@ from . import files
 #: the largest existing number plus 1.
 _STEP = re.compile(r"step-([0-9]{12})(?:-h([1-9][0-9]*))?(?:\.([1-9][0-9]*))?", re.ASCII)
 
-MAX_STEP = 10**12 - 1
-
 
 class Entry(NamedTuple):
     """The numbers in the name of a step folder.
