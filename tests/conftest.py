@@ -36,6 +36,10 @@ os.environ["MPIDIST_SELECTION_CACHE"] = "0"
 # What `mpidist launch --elastic` has tried is kept between runs, but not in the home of the user.
 os.environ.setdefault("XDG_CACHE_HOME", str(Path(__file__).parents[1] / ".pytest_cache"))
 
+# UCX, which the wheels of both MPIs load, changes the functions of the C library that give memory
+# back, and waits 40 ms for that at each start. Only memory that a network card reads needs it.
+os.environ.setdefault("UCX_MEM_EVENTS", "n")
+
 # Open MPI's transport over libfabric sleeps for a second where it is not wanted, that is, in each
 # MPI_Init on one machine.
 os.environ.setdefault("OMPI_MCA_btl", "^ofi")

@@ -23,6 +23,7 @@ fails, the next collective call of the store raises its error.
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -329,11 +330,9 @@ def _discard(name: str, root: int) -> None:
 
 
 def _software() -> dict[str, str]:
-    import h5py
-
-    return {
-        "mpidist": __version__,
-        "numpy": np.__version__,
-        "h5py": h5py.version.version,
-        "hdf5": h5py.version.hdf5_version,
-    }
+    """Return the versions of the software that makes the files; h5py makes only some of them."""
+    made = {"mpidist": __version__, "numpy": np.__version__}
+    h5py = sys.modules.get("h5py")
+    if h5py is not None:
+        made |= {"h5py": h5py.version.version, "hdf5": h5py.version.hdf5_version}
+    return made
