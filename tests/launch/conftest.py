@@ -20,6 +20,35 @@ def pytest_terminal_summary(terminalreporter):
             terminalreporter.line(f"{times} x {test}")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Tests that share what a fixture of their module has made go to one worker of pytest-xdist.
+
+    All others may go to any (``--dist loadgroup``), so that none has the longest file at the end.
+    """
+    for item in items:
+        fixtures = item._fixtureinfo.name2fixturedefs.values()
+        if any(each[-1].scope == "module" for each in fixtures):
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+
+
+@pytest.fixture(scope="module")
+def chosen(request):
+    """Return ``chosen(test, name)``: the values of a parameter with which a test will be played.
+
+    So that a fixture plays for all tests of its module no more than what was chosen with ``-m``.
+    """
+
+    def values(test, name):
+        return [
+            item.callspec.params[name]
+            for item in request.session.items
+            if item.module is request.module and item.originalname == test
+        ]
+
+    return values
+
+
 @pytest.fixture(scope="session")
 def many(tmp_path_factory):
     """Return ``many(ranks, {name: words}, **options)``: `many.play_many` in a folder of its own."""

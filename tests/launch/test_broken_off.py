@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import tiers
 
 PROGRAM = Path(__file__).parent / "programs" / "broken_off.py"
 
@@ -13,12 +14,12 @@ STEPS = {2: 1, 3: 2, 4: 4, 5: 5}
 
 
 @pytest.fixture(scope="module")
-def played(launches):
-    wanted = {p: (p, [sys.executable, PROGRAM, str(thin)]) for p, thin in STEPS.items()}
-    return launches(wanted, timeout=300)
+def played(launches, chosen):
+    sizes = chosen("test_no_rank_waits_and_no_result_is_partial", "ranks")
+    return launches({p: (p, [sys.executable, PROGRAM, str(STEPS[p])]) for p in sizes}, timeout=300)
 
 
-@pytest.mark.parametrize("ranks", STEPS)
+@pytest.mark.parametrize("ranks", tiers(STEPS, 2, 4))
 def test_no_rank_waits_and_no_result_is_partial(played, ranks):
     """And two further calls work on all ranks or raise on all."""
     run = played[ranks]

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from digits_job import write_job
+from tiers import exhaustive
 from until import wait_until
 
 from mpidist.checkpoint.histories import all_steps
@@ -54,7 +55,7 @@ def check_end(folder, undisturbed):
 
 @pytest.mark.parametrize(
     ("fault", "ranks", "steps"),
-    [("file.rename:4,rank=0", 1, {10}), ("file.write_at:4,rank=1", 2, {10}),
+    [exhaustive("file.rename:4,rank=0", 1, {10}), ("file.write_at:4,rank=1", 2, {10}),
      ("file.remove_file:2,rank=0", 3, {20})],
 )  # fmt: skip
 def test_killed_while_it_saves(tmp_path, undisturbed, fault, ranks, steps):
@@ -71,7 +72,12 @@ def test_killed_while_it_saves(tmp_path, undisturbed, fault, ranks, steps):
 
 
 @pytest.mark.parametrize(
-    "fault", ["file.write_at:4,rank=1", "file.make_folder:2,rank=0", "file.sync:8,rank=0"]
+    "fault",
+    [
+        "file.write_at:4,rank=1",
+        exhaustive("file.make_folder:2,rank=0"),
+        exhaustive("file.sync:8,rank=0"),
+    ],
 )
 def test_a_full_disk(tmp_path, undisturbed, fault):
     """Failure 8: no space for step 20 on one rank: all go on without it, and save the next."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import play_commands
 from digits_job import write_job
 
 from mpidist.launch.launchers import launch, launch_environment
@@ -105,12 +106,21 @@ def told_once(result, words, code=2):
     return lines[0]
 
 
+@pytest.fixture(scope="module")
+def before_mpi(tmp_path_factory):
+    """What becomes of each; of the first, in a process of its own."""
+    folder = filled(tmp_path_factory.mktemp("before"))
+    words = {case: ["train", *args] for case, (args, _) in BEFORE_MPI.items()}
+    first, *_ = words
+    ends = play_commands(words, folder / "reports", cwd=folder)
+    return {**ends, first: alone(folder, words[first])}
+
+
 @pytest.mark.parametrize("case", BEFORE_MPI)
-def test_bad_input_without_a_launcher(folder, case):
+def test_bad_input_without_a_launcher(before_mpi, case):
     """R97: one line, exit code 2, and MPI was not even imported."""
-    args, words = BEFORE_MPI[case]
-    result = alone(folder, ["train", *args])
-    assert result.stderr == told_once(result, words) + "\n"
+    result = before_mpi[case]
+    assert result.stderr == told_once(result, BEFORE_MPI[case][1]) + "\n"
     assert result.stdout == ""
 
 
@@ -211,27 +221,41 @@ def test_bad_calls_in_a_program(bad_calls, call, n, words):
     assert above.rpartition("\ndef ")[2].startswith(f"{call}(")
 
 
-@pytest.mark.parametrize(
-    ("args", "code", "out", "err"),
-    [
-        (["--help"], 0, "usage: mpidist", ""),
-        (["--version"], 0, "mpidist 0.1.0\n", ""),
-        (["train", "--help"], 0, "JOB.toml", ""),
-        ([], 2, "COMMAND", ""),
-        (["trian"], 2, "", "unknown command 'trian'; expected one of train, bench"),
-        (["train"], 2, "", "JOB.toml"),
-        (["train", "job.toml", "--bogus"], 2, "", "unrecognized arguments: --bogus"),
-        (["train", "job.toml", "--set", "a"], 2, "", "expected KEY=VALUE"),
-        (["checkpoint", "list", "store"], 0, "           7  ", ""),
-        (["checkpoint", "show", "store"], 0, "w      <f4        (2, 3)", ""),
-        (["checkpoint", "show", "nowhere"], 2, "", "nowhere"),
-        (["simulate", "allreduce", "--ranks", "3"], 0, "ring, 3 ranks", ""),
-    ],
-)
-def test_login_node(folder, store, args, code, out, err):
+#: What needs no MPI: the words, the exit code, and what is printed.
+LOGIN_NODE = [
+    (["--help"], 0, "usage: mpidist", ""),
+    (["--version"], 0, "mpidist 0.1.0\n", ""),
+    (["train", "--help"], 0, "JOB.toml", ""),
+    ([], 2, "COMMAND", ""),
+    (["trian"], 2, "", "unknown command 'trian'; expected one of train, bench"),
+    (["train"], 2, "", "JOB.toml"),
+    (["train", "job.toml", "--bogus"], 2, "", "unrecognized arguments: --bogus"),
+    (["train", "job.toml", "--set", "a"], 2, "", "expected KEY=VALUE"),
+    (["checkpoint", "list", "store"], 0, "           7  ", ""),
+    (["checkpoint", "show", "store"], 0, "w      <f4        (2, 3)", ""),
+    (["checkpoint", "show", "nowhere"], 2, "", "nowhere"),
+    (["simulate", "allreduce", "--ranks", "3"], 0, "ring, 3 ranks", ""),
+]
+
+
+@pytest.fixture(scope="module")
+def on_a_login_node(tmp_path_factory, store):
+    """What becomes of each; of --version and of a command, in processes of their own."""
+    folder = filled(tmp_path_factory.mktemp("login-node"))
+    words = {
+        " ".join(args): [str(store) if word == "store" else word for word in args]
+        for args, *_ in LOGIN_NODE
+    }
+    ends = play_commands(words, folder / "reports", cwd=folder, without="mpi4py")
+    for name in ("--version", "checkpoint show store"):
+        ends[name] = alone(folder, words[name], module="mpi4py")
+    return ends
+
+
+@pytest.mark.parametrize(("args", "code", "out", "err"), LOGIN_NODE)
+def test_login_node(on_a_login_node, args, code, out, err):
     """R95: what needs no MPI works where mpi4py cannot even be imported."""
-    args = [str(store) if word == "store" else word for word in args]
-    result = alone(folder, args, module="mpi4py")
+    result = on_a_login_node[" ".join(args)]
     assert result.returncode == code, result.stderr
     assert out in result.stdout
     assert err in result.stderr

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import exhaustive, tiers
 
 from mpidist.launch.launchers import (
     find_launcher,
@@ -66,7 +67,7 @@ CASES = {
 
 
 @with_ulfm
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiers(CASES, "auto 2 MB", "butterfly", "two_hop", "native short"))
 def test_a_rank_dies_in_each_algorithm(tmp_path, case):
     """R77: the tree, ring or barrier is made again from the living ranks; right bits."""
     done = check(elastic(4, "with", tmp_path, *CASES[case], deaths="2:6:in"), [0, 1, 3], 1)
@@ -79,14 +80,13 @@ def test_a_rank_dies_in_each_algorithm(tmp_path, case):
 @pytest.mark.parametrize(
     ("deaths", "living"),
     [
-        ("0:0:before", [1, 2, 3]),
-        ("3:11:stuck", [0, 1, 2]),
-        ("1:3:before,2:3:before", [0, 3]),
-        ("1:3:in,2:4:before,3:9:stuck", [0]),
-        ("1:3:in,2:-1:resize", [0, 3]),
-        ("1:12:after", [0, 2, 3]),
+        pytest.param("0:0:before", [1, 2, 3], id="first step"),
+        exhaustive("3:11:stuck", [0, 1, 2], id="last step"),
+        exhaustive("1:3:before,2:3:before", [0, 3], id="two at once"),
+        pytest.param("1:3:in,2:4:before,3:9:stuck", [0], id="all but one"),
+        pytest.param("1:3:in,2:-1:resize", [0, 3], id="in the repair"),
+        pytest.param("1:12:after", [0, 2, 3], id="at the end"),
     ],
-    ids=["first step", "last step", "two at once", "all but one", "in the repair", "at the end"],
 )
 def test_moments(tmp_path, deaths, living):
     """R48: no step is lost or done twice, whenever a rank dies."""
@@ -102,7 +102,7 @@ def test_who_is_behind_gets_the_state_of_who_is_ahead(tmp_path):
 
 
 @with_ulfm
-@pytest.mark.parametrize("deaths", ["1:4:before", "1:4:before,0:12:after"])
+@pytest.mark.parametrize("deaths", [exhaustive("1:4:before"), "1:4:before,0:12:after"])
 def test_a_function_that_begins_again(tmp_path, deaths):
     """`md.run_elastic`: arenas and collectives of the function are made anew by all ranks."""
     done, _ = elastic(4, "function", tmp_path, deaths=deaths)
@@ -132,7 +132,10 @@ def test_too_few_ranks_live(tmp_path):
 
 
 @with_ulfm
-@pytest.mark.parametrize("deaths", ["", "2:3:in"], ids=["nobody died", "after a death"])
+@pytest.mark.parametrize(
+    "deaths",
+    [exhaustive("", id="nobody died"), pytest.param("2:3:in", id="after a death")],
+)
 def test_an_exception_ends_the_job(tmp_path, deaths):
     """As without elasticity: a bad sample would kill rank after rank."""
     done, _ = elastic(4, "raises", tmp_path, deaths=deaths)
@@ -157,7 +160,10 @@ def test_a_death_in_the_making_of_the_group_ends_the_job(tmp_path):
 
 
 @with_ulfm
-@pytest.mark.parametrize("n", [1, 1000], ids=["raise SystemExit(3)", "sys.exit(3)"])
+@pytest.mark.parametrize(
+    "n",
+    [pytest.param(1, id="raise SystemExit(3)"), exhaustive(1000, id="sys.exit(3)")],
+)
 def test_the_exit_code_is_the_programs(tmp_path, n):
     done, _ = elastic(3, "code", tmp_path, n, deaths="1:4:in")
     assert done.returncode == 3, done
@@ -165,8 +171,9 @@ def test_the_exit_code_is_the_programs(tmp_path, n):
 
 
 @with_ulfm
-@pytest.mark.parametrize("deaths", ["", "1:4:in"])
-@pytest.mark.parametrize("code", [0, 7])
+@pytest.mark.parametrize(
+    ("code", "deaths"), [exhaustive(0, ""), (0, "1:4:in"), (7, ""), exhaustive(7, "1:4:in")]
+)
 def test_a_spare_leaves_with_the_others(tmp_path, code, deaths):
     """R48: the active ranks call `sys.exit`; the spare, which may have stepped in, exits too."""
     done, logs = elastic(3, "spare", tmp_path, code, deaths=deaths)

@@ -5,6 +5,7 @@ import re
 import pytest
 from test_elastic import with_ulfm
 from test_elastic_servers import BATCH, ONCE, STEPS, check, train
+from tiers import exhaustive, tiers
 
 #: Where ranks die: (ranks, deaths, settings, living ranks, workers).
 MOMENTS = {
@@ -37,7 +38,13 @@ MOMENTS = {
 
 
 @with_ulfm
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment",
+    tiers(MOMENTS, "after an update", "after a vote", "after some answers", "when it has an update",
+          "all colocated", "with a worker", "in the goodbye", "a second one later",
+          "a second one in the repair", "a second one when it has all",
+          "a second one that serves again"),
+)  # fmt: skip
 def test_a_server_with_a_copy_dies(tmp_path, moment):
     """BSP: each sample counts once and each step is done once, as in an undisturbed run."""
     ranks, deaths, settings, living, workers = MOMENTS[moment]
@@ -67,9 +74,19 @@ ASYNCHRONOUS = {
 }  # fmt: skip
 
 
+#: What is played with both modes in `make test-all` only.
+ONE_MODE = [
+    ("after an update", "asp"), ("when it has forwarded", "ssp"),
+    ("when it has an acknowledgement", "asp"), ("a second one before it sends", "ssp"),
+    ("colocated", "asp"),
+]  # fmt: skip
+BOTH_MODES = [(moment, mode) for moment in ASYNCHRONOUS for mode in ("asp", "ssp")]
+
+
 @with_ulfm
-@pytest.mark.parametrize("mode", ["asp", "ssp"])
-@pytest.mark.parametrize("moment", ASYNCHRONOUS)
+@pytest.mark.parametrize(
+    ("moment", "mode"), [each if each in ONE_MODE else exhaustive(*each) for each in BOTH_MODES]
+)
 def test_no_push_counts_twice(tmp_path, moment, mode):
     """A push that a server has not answered is sent again to those who lack it; none is lost."""
     ranks, deaths, settings, living = ASYNCHRONOUS[moment]
@@ -92,7 +109,7 @@ BOTH = {
 
 
 @with_ulfm
-@pytest.mark.parametrize("moment", BOTH)
+@pytest.mark.parametrize("moment", tiers(BOTH, "at once", "one in the repair"))
 def test_a_server_dies_with_its_copy(tmp_path, moment):
     """All ranks go back to the newest checkpoint; without one the run ends."""
     settings = {"servers": 3, "replicas": 1}

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import exhaustive
 
 from mpidist.launch.launchers import (
     find_launcher,
@@ -39,8 +40,8 @@ def check(done, living, dead, evicted):
     ("deadline", "fate", "patience", "words"),
     [
         ("0.5", "stop", "5", "was stopped for [01].[0-9] s"),
-        ("1", "hang", "5", "did not come for 1.[0-9] s"),
-        ("stopped", "stop", "0.7", "was stopped for [01].[0-9] s"),
+        exhaustive("1", "hang", "5", "did not come for 1.[0-9] s"),
+        exhaustive("stopped", "stop", "0.7", "was stopped for [01].[0-9] s"),
         ("stopped", "lock", "0.7", "gave no sign for [01].[0-9] s"),
         ("auto", "hang", "5", "did not come for [12].[0-9] s"),
     ],
@@ -56,11 +57,10 @@ def test_a_rank_is_evicted(deadline, fate, patience, words):
 @pytest.mark.parametrize(
     ("fates", "living"),
     [
-        ("0:5:stop,3:5:hang", [1, 2]),
-        ("3:5:hang,0:5:later", [1, 2]),
-        ("1:4:stop,2:8:hang", [0, 3]),
+        exhaustive("0:5:stop,3:5:hang", [1, 2], id="two at once"),
+        pytest.param("3:5:hang,0:5:later", [1, 2], id="who looks"),
+        exhaustive("1:4:stop,2:8:hang", [0, 3], id="one after the other"),
     ],
-    ids=["two at once", "who looks", "one after the other"],
 )
 def test_who_is_evicted(fates, living):
     dead = 4 - len(living)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from test_elastic import launch_with_ulfm, with_ulfm
+from tiers import exhaustive, tiers
 
 PROGRAMS = Path(__file__).with_name("programs")
 STEPS, BATCH = 20, 24
@@ -63,7 +64,11 @@ WORKERS = {
 
 
 @with_ulfm
-@pytest.mark.parametrize("moment", WORKERS)
+@pytest.mark.parametrize(
+    "moment",
+    tiers(WORKERS, "the first gradients", "rank 0, the last step", "one after the other",
+          "with SSP(0)"),
+)  # fmt: skip
 def test_a_worker_dies(tmp_path, moment):
     """BSP: each sample counts once in each epoch, as in an undisturbed run."""
     deaths, settings, living = WORKERS[moment]
@@ -76,7 +81,7 @@ def test_a_worker_dies(tmp_path, moment):
 
 
 @with_ulfm
-@pytest.mark.parametrize("mode", ["asp", "ssp", "dssp"])
+@pytest.mark.parametrize("mode", ["asp", exhaustive("ssp"), "dssp"])
 def test_asynchronous_workers_go_on_at_their_own_clocks(tmp_path, mode):
     """No push counts twice; what a dead worker had not pushed, when others had, may be lost."""
     slow = {"0": 0.004, "1": 0.001, "2": 0.002}
@@ -88,7 +93,7 @@ def test_asynchronous_workers_go_on_at_their_own_clocks(tmp_path, mode):
 
 
 @with_ulfm
-@pytest.mark.parametrize("mode", ["bsp", "ssp"])
+@pytest.mark.parametrize("mode", [exhaustive("bsp"), "ssp"])
 def test_a_save_point_that_only_some_have_reached(tmp_path, mode):
     """A worker dies in the pause for a save, while another worker is steps behind."""
     slow = {"0": 0.02}
@@ -108,7 +113,7 @@ STOPS = {
 
 
 @with_ulfm
-@pytest.mark.parametrize("moment", STOPS)
+@pytest.mark.parametrize("moment", tiers(STOPS, "in the last step", "in the last step, twice"))
 def test_a_death_while_the_run_stops(tmp_path, moment):
     """The run stops after a whole step, and what it has saved goes on without a lost sample."""
     deaths, asked = STOPS[moment]
@@ -153,7 +158,9 @@ SERVERS = {
 
 
 @with_ulfm
-@pytest.mark.parametrize("moment", SERVERS)
+@pytest.mark.parametrize(
+    "moment", tiers(SERVERS, "after an update", "after a vote", "in the goodbye")
+)
 def test_a_server_dies(tmp_path, moment):
     """All ranks go back to the newest checkpoint, and no sample is lost or counted twice."""
     ranks, deaths, settings, living, workers = SERVERS[moment]
@@ -195,7 +202,9 @@ def test_a_spare_steps_in_and_a_stopped_worker_is_evicted(tmp_path):
 
 
 @with_ulfm
-@pytest.mark.parametrize(("placement", "deaths"), [("dedicated", "1:6"), ("colocated", "0:6,4:9")])
+@pytest.mark.parametrize(
+    ("placement", "deaths"), [exhaustive("dedicated", "1:6"), ("colocated", "0:6,4:9")]
+)
 def test_a_function_that_makes_its_own_servers(placement, deaths):
     """`on_resize` is called on servers, too, and each step counts once."""
     done = launch_with_ulfm(5, PROGRAMS / "elastic_own_servers.py", placement, DEATHS=deaths)

@@ -5,6 +5,7 @@ import re
 import pytest
 from test_elastic import with_ulfm
 from test_elastic_servers import BATCH, ONCE, STEPS, check, train
+from tiers import exhaustive, tiers
 
 THREE = {"shares": [[3, 1], [4, 2], [5, 5]], "every": 3}
 COLOCATED = {"shares": [[0, 1], [2, 4], [3, 2]], "placement": "colocated", "every": 3}
@@ -28,7 +29,11 @@ MOMENTS = {
 
 
 @with_ulfm
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment",
+    tiers(MOMENTS, "before, a server", "at the beginning, a server", "when it has all",
+          "when one rank knows, colocated", "after, a server", "a worker"),
+)  # fmt: skip
 def test_a_rank_dies_while_shares_change(tmp_path, moment):
     """BSP with copies: each sample counts once and each step is done once."""
     deaths, settings, living, workers = MOMENTS[moment]
@@ -38,8 +43,14 @@ def test_a_rank_dies_while_shares_change(tmp_path, moment):
 
 
 @with_ulfm
-@pytest.mark.parametrize("mode", ["ssp", "asp"])
-@pytest.mark.parametrize("moment", ["before it sends", "when one rank knows", "when all have all"])
+@pytest.mark.parametrize(
+    ("moment", "mode"),
+    [
+        ("before it sends", "asp"), exhaustive("before it sends", "ssp"),
+        ("when one rank knows", "ssp"), exhaustive("when one rank knows", "asp"),
+        exhaustive("when all have all", "asp"), exhaustive("when all have all", "ssp"),
+    ],
+)  # fmt: skip
 def test_the_same_where_pushes_are_applied_at_once(tmp_path, moment, mode):
     deaths, settings, living, workers = MOMENTS[moment]
     settings = {**settings, "mode": mode, "slow": {"0": 0.004, "2": 0.002}, "replicas": 1}
@@ -50,7 +61,9 @@ def test_the_same_where_pushes_are_applied_at_once(tmp_path, moment, mode):
 
 
 @with_ulfm
-@pytest.mark.parametrize("moment", ["1:2:dividing", "0:1:telling", "2:2:telling"])
+@pytest.mark.parametrize(
+    "moment", [exhaustive("1:2:dividing"), "0:1:telling", exhaustive("2:2:telling")]
+)
 def test_a_worker_dies_and_there_are_no_copies(tmp_path, moment):
     found = train(tmp_path, 5, moment, shares=[[3, 1], [4, 3]], every=4)
     living = [rank for rank in range(5) if rank != int(moment[0])]

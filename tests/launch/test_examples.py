@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import exhaustive
 
 from mpidist.launch.launchers import launch
 
@@ -32,7 +33,7 @@ def test_factorization_machine():
     assert linear < 0.65
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [exhaustive(2), 4])
 def test_sparse_logistic_regression(data_dir, ranks):
     """R71: real records, with FTRL on the servers; most weights stay 0."""
     accuracy, nonzero, features = run("sparse_logistic_regression", ranks, data_dir / "agaricus")

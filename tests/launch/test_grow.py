@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 from supervised_jobs import MPIDIST, finish, run, steps, summary, supervised, wait_for_step
+from tiers import exhaustive
 from until import wait_until
 
 from mpidist.launch import heartbeat
@@ -106,7 +107,7 @@ def test_an_old_rank_is_killed(tmp_path, undisturbed):
     assert facts["resumed_at"] in {25, newest - 25, newest} - {0}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, exhaustive(signal.SIGINT), signal.SIGKILL])
 def test_a_stop_while_ranks_get_ready(tmp_path, undisturbed, number):
     """Both attempts end, and the run is continued by the next command."""
     job = begin(tmp_path, fault=HELD)

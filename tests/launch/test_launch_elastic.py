@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from supervised_jobs import finish, supervised
+from tiers import tiers
 
 from mpidist.elasticity import ulfm_trial
 from mpidist.errors import ConfigError
@@ -61,7 +62,7 @@ CASES = {
 
 
 @with_ulfm
-@pytest.mark.parametrize("mode", CASES)
+@pytest.mark.parametrize("mode", tiers(CASES, "few"))
 def test_an_attempt_that_cannot_go_on_is_followed_by_another(tmp_path, mode):
     """R140: killed all at once, hung in the repair, dead before it had begun, too few."""
     done, lines = elastic(tmp_path, mode, "--max-restarts", "1")

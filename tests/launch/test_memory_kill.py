@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from again import best_of_three
+from tiers import exhaustive
 from until import wait_until
 
 from mpidist.launch.control_groups import group_of
@@ -55,7 +56,7 @@ def small_group():
     wait_until(removed, 10, otherwise=folder)
 
 
-@pytest.mark.parametrize("pause", ["0.03", "0"])
+@pytest.mark.parametrize("pause", ["0.03", exhaustive("0")])
 def test_a_kill_for_memory_names_rank_peak_and_limit(tmp_path, small_group, pause):
     """Slowly, so that its last beat knows of the memory; and between two beats.
 

@@ -4,8 +4,9 @@ import json
 import sys
 from pathlib import Path
 
-from mpidist.launch.launchers import launch, launch_environment
-from mpidist.launch.processes import run
+from commands import play_commands
+
+from mpidist.launch.launchers import launch
 
 JOB = Path(__file__).parents[2] / "jobs" / "digits.toml"
 STEPS = [
@@ -52,16 +53,14 @@ def test_one_digest_at_1_3_and_4_ranks_and_after_a_resume_on_others(tmp_path, la
 
 
 def test_bad_input_is_one_line_before_mpi(tmp_path):
-    for words, line in (
-        (["microbatches=65"], "microbatches=65 is more than the 64 samples of a global batch"),
-        (["microbatches=0"], "microbatches=0: expected a whole number of 1 or more"),
-        (["strategy.name=parameter_server"], "microbatches=16 needs the allreduce strategy"),
-    ):
-        command = [sys.executable, "-m", "mpidist", "train", str(JOB), *STEPS]
-        for word in words:
-            command += ["--set", word]
-        # Without a launcher, for nothing of it is reached.
-        result = run(command, cwd=tmp_path, env=launch_environment())
-        assert result.returncode == 2
+    cases = {
+        "microbatches=65": "microbatches=65 is more than the 64 samples of a global batch",
+        "microbatches=0": "microbatches=0: expected a whole number of 1 or more",
+        "strategy.name=parameter_server": "microbatches=16 needs the allreduce strategy",
+    }
+    wanted = {line: ["train", JOB, *STEPS, "--set", word] for word, line in cases.items()}
+    # Without a launcher, for nothing of it is reached.
+    for line, result in play_commands(wanted, tmp_path / "reports", cwd=tmp_path).items():
+        assert result.returncode == 2, result.stderr
         assert line in result.stderr
         assert result.stderr.strip().count("\n") == 0

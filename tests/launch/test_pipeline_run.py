@@ -5,6 +5,7 @@ import signal
 import sys
 
 import pytest
+from commands import play_commands
 from digits_job import write_job
 from supervised_jobs import SETTINGS, SLOWLY, finish, run, summary, supervised, wait_for_step
 
@@ -128,7 +129,7 @@ def test_a_stop_is_resumed(tmp_path, alone):
 
 
 def test_bad_input_is_one_line_before_mpi(tmp_path):
-    for words, line in (
+    cases = (
         (["strategy.cuts=[3, 2]"], "cuts=[3, 2]; expected rising numbers from 1 on"),
         (["strategy.cuts=[4]"], "the model has 4 layers, so the last cut is 3 at most"),
         (["strategy.stages=5"], "5 parts for the 4 layers of the model"),
@@ -142,18 +143,22 @@ def test_bad_input_is_one_line_before_mpi(tmp_path):
         (["strategy.split.dense7=rows", "strategy.stages=2"], "no dense layer 'dense7'"),
         (["strategy.split.dense2=row", "strategy.stages=2"], "'row'; expected 'columns' or 'rows'"),
         (["strategy.split.dense2=columns", "strategy.stages=3"], "2 ranks are no multiple of the"),
-    ):  # fmt: skip
-        write_job(tmp_path, PIPELINE, **SETTINGS)
-        command = TRAIN + [word for one in words for word in ("--set", one)]
-        result = run_process(
-            command, cwd=tmp_path, env={**launch_environment(), "OMPI_COMM_WORLD_SIZE": "2"}
-        )
+    )  # fmt: skip
+    write_job(tmp_path, PIPELINE, **SETTINGS)
+    wanted = {
+        line: ["train", "job.toml", *(word for one in words for word in ("--set", one))]
+        for words, line in cases
+    }
+    ranks = {"OMPI_COMM_WORLD_SIZE": "2"}  # which says here that the job has 2 ranks
+    # One of several ranks starts MPI when it has spoken, for the others might wait there.
+    ends = play_commands(wanted, tmp_path / "a", cwd=tmp_path, env=ranks, without="")
+    for line, result in ends.items():
         assert result.returncode == 2, result.stderr
-        # mpi4py on MPICH warns of Open MPI's variable, which says here that the job has 2 ranks.
+        # mpi4py on MPICH warns of the variable.
         (said,) = [one for one in result.stderr.splitlines() if one.startswith("mpidist: ")]
         assert line in said
         assert "Traceback" not in result.stderr
     write_job(tmp_path, PIPELINE, **{k: v for k, v in SETTINGS.items() if k != "microbatches"})
-    result = run_process(TRAIN, cwd=tmp_path, env=launch_environment())
+    (result,) = play_commands({0: wanted[line][:2]}, tmp_path / "b", cwd=tmp_path).values()
     assert result.returncode == 2
     assert "a pipeline needs microbatches" in result.stderr

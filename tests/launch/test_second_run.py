@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from digits_job import write_job
+from tiers import exhaustive
 from until import wait_until
 
 from mpidist.launch.launchers import find_launcher, launch, launch_environment, launcher_kind, start
@@ -187,7 +188,7 @@ def test_a_resume_says_from_where_and_what_is_new(begun):
     assert alone(begun, "--set", "steps=60", MPIDIST_VERBOSE="0").stderr == ""
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "parameter_server"])
+@pytest.mark.parametrize("strategy", [exhaustive("allreduce"), "parameter_server"])
 def test_a_finished_run_is_left_alone(tmp_path, strategy):
     """It says so in one line, exits 0 and leaves the summary as it was; a lost one is made."""
     write_job(tmp_path, f'[strategy]\nname = "{strategy}"\n', steps=30)
@@ -230,7 +231,7 @@ def test_the_folder_keeps_each_start(begun):
 # ------------------------------------------------------------------------------- "again:"
 
 
-@pytest.mark.parametrize("on_path", [True, False])
+@pytest.mark.parametrize("on_path", [True, exhaustive(False)])
 def test_the_line_for_again_works_as_printed(tmp_path, on_path):
     """Pasted into a shell, on more ranks than this machine has cores."""
     ranks = 1 + len(os.sched_getaffinity(0))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import exhaustive
 
 from mpidist.launch.launchers import launch
 from mpidist.launch.processes import run
@@ -69,7 +70,7 @@ def test_a_short_soak(scene):
     assert "flat" in scene[0].check().stdout
 
 
-@pytest.mark.parametrize("scene", ["killed", "killed, tiered"], indirect=True)
+@pytest.mark.parametrize("scene", ["killed", exhaustive("killed, tiered")], indirect=True)
 def test_all_is_killed_around_saves(scene):
     """Issue 4: kill -9 of everything at random moments; `make soak` does it 200 times."""
     assert " times all was killed" in scene[0].check().stdout

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from python_path import python_path
+from tiers import exhaustive
 
 from mpidist.launch.launchers import launch_environment, launcher_command
 from mpidist.launch.processes import run
@@ -36,7 +37,7 @@ def disk(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [exhaustive(2), 3])
 def test_a_store_survives_its_folder(disk, ranks):
     """One error on all ranks, earlier steps whole, a later save works; each page of a full disk."""
     program = [sys.executable, str(PROGRAMS / "storage_faults.py"), str(disk)]

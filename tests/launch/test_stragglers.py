@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from again import best_of_three
+from tiers import tiers
 
 from mpidist.launch.launchers import launch
 
@@ -90,10 +91,6 @@ def program(tmp_path_factory):
 #: A run of `md.train` reaches the first, a loop of the program the second.
 POINTS = [f"sleep@{point},rank={SLOW},ms=40" for point in ("step", "mine")]
 FAULT = {"MPIDIST_TESTING": "1", "MPIDIST_FAULT": "; ".join(POINTS)}
-#: What runs with a slow rank, and on cores of its own or not; and what runs where nobody is slow.
-SLOWED = [*((what, 1) for what in (*SERVED, *LOOPS)),
-          *((what, 0) for what in (*SERVED, "allreduce", *LOOPS))]  # fmt: skip
-EVEN = [(what, 1) for what in ("bsp", "asp", "ours", "unmarked")]
 
 
 def read(done):
@@ -108,16 +105,22 @@ def run(program, what, slow):
 
 
 @pytest.fixture(scope="module")
-def slowed(program, many):
-    return many(4, {each: [program, *each] for each in SLOWED}, env=FAULT)
+def slowed(program, many, chosen):
+    """What runs with a slow rank, on cores of its own (1) or not (0)."""
+    own = [(what, 1) for what in chosen("test_a_slow_rank_is_named", "what")]
+    shared = chosen("test_nobody_is_named_where_ranks_share_cores", "what")
+    return many(
+        4, {each: [program, *each] for each in [*own, *((what, 0) for what in shared)]}, env=FAULT
+    )
 
 
 @pytest.fixture(scope="module")
-def even(program, many):
-    return many(4, {each: [program, *each] for each in EVEN})
+def even(program, many, chosen):
+    whats = chosen("test_nobody_is_named_where_nobody_is_slow", "what")
+    return many(4, {(what, 1): [program, what, 1] for what in whats})
 
 
-@pytest.mark.parametrize("what", [*SERVED, *LOOPS])
+@pytest.mark.parametrize("what", tiers([*SERVED, *LOOPS], "bsp", "ours"))
 def test_a_slow_rank_is_named(slowed, program, what):
     """R45, issue 4 point 7: rank, phase and lag, once."""
 
@@ -139,7 +142,9 @@ def test_a_slow_rank_is_named(slowed, program, what):
     best_of_three(check, lambda: run(program, what, slow=True), read(slowed[what, 1]))
 
 
-@pytest.mark.parametrize("what", [*SERVED, "allreduce", *LOOPS])
+@pytest.mark.parametrize(
+    "what", tiers([*SERVED, "allreduce", *LOOPS], "asp", "colocated", "plain", "client")
+)
 def test_nobody_is_named_where_ranks_share_cores(slowed, what):
     """Four ranks on two cores take turns, so being late is nobody's own."""
     found, said = read(slowed[what, 0])
@@ -147,7 +152,7 @@ def test_nobody_is_named_where_ranks_share_cores(slowed, what):
     assert "a step" not in said
 
 
-@pytest.mark.parametrize("what", ["bsp", "asp", "ours", "unmarked"])
+@pytest.mark.parametrize("what", tiers(["bsp", "asp", "ours", "unmarked"], "bsp", "ours"))
 def test_nobody_is_named_where_nobody_is_slow(even, program, what):
     """Four ranks on fewer cores take turns: that is no straggler."""
 

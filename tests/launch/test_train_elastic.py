@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from test_elastic import launch_with_ulfm, with_ulfm
+from tiers import exhaustive, tiers
 
 from mpidist.launch.launchers import launch
 
@@ -59,7 +60,9 @@ def undisturbed(tmp_path_factory):
 
 
 @with_ulfm
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", tiers(MOMENTS, "a done step", "two at once", "when times are compared")
+)
 def test_the_bits_are_those_of_an_undisturbed_run(tmp_path, undisturbed, moment):
     """R46, R140: parameters, loss, accuracy and the model's state, whoever dies whenever."""
     deaths, living = MOMENTS[moment]
@@ -73,7 +76,7 @@ def test_the_bits_are_those_of_an_undisturbed_run(tmp_path, undisturbed, moment)
 
 
 @with_ulfm
-@pytest.mark.parametrize("moment", ["computed", "done"])
+@pytest.mark.parametrize("moment", ["computed", exhaustive("done")])
 def test_a_stopped_rank_is_evicted(tmp_path, undisturbed, moment):
     """R45, R46: its node's ranks kill it after the deadline, and the bits stay right."""
     found = train(tmp_path, 3, microbatches=12, deadline=0.5, stopped=[1, 6, moment])
@@ -83,7 +86,7 @@ def test_a_stopped_rank_is_evicted(tmp_path, undisturbed, moment):
 
 
 @with_ulfm
-@pytest.mark.parametrize("moment", ["computed", "done"])
+@pytest.mark.parametrize("moment", [exhaustive("computed"), "done"])
 def test_a_rank_that_raises_is_evicted(tmp_path, undisturbed, moment):
     """R46: with ``on_exception="evict"`` the others go on, and the traceback is printed once."""
     settings = {"microbatches": 12, "on_exception": "evict", "raises": [[1, 6, moment, 0]]}
@@ -116,7 +119,10 @@ def test_an_exception_that_ends_the_job(tmp_path, case):
 
 
 @with_ulfm
-@pytest.mark.parametrize("deaths", ["", "1:6:computed", "3:6:by rank 0", "0:4:done,2:9:computed"])
+@pytest.mark.parametrize(
+    "deaths",
+    [exhaustive(""), exhaustive("1:6:computed"), "3:6:by rank 0", "0:4:done,2:9:computed"],
+)
 def test_spares_keep_the_number_of_ranks(tmp_path, undisturbed, deaths):
     """R48: a spare steps in, also for rank 0; a spare that does not gets the same summary."""
     dead = {int(one[0]) for one in deaths.split(",") if one}
@@ -143,7 +149,7 @@ def test_on_resize_is_called_once_for_each_change(tmp_path):
 
 
 @with_ulfm
-@pytest.mark.parametrize("algorithm", ["ring", "double_tree", "native"])
+@pytest.mark.parametrize("algorithm", ["ring", exhaustive("double_tree"), exhaustive("native")])
 def test_without_microbatches_the_run_is_one_that_begins_smaller(tmp_path, algorithm):
     """R46: from the step of the death on, the bits are those of a run that resumes on 3 ranks."""
     killed = train(tmp_path / "killed", 4, "3:5:computed", algorithm=algorithm)
@@ -169,7 +175,7 @@ def test_a_request_to_stop_is_not_lost(tmp_path):
 
 
 @with_ulfm
-@pytest.mark.parametrize("deaths", ["", "2:6:done"])
+@pytest.mark.parametrize("deaths", [exhaustive(""), "2:6:done"])
 def test_a_request_to_stop_reaches_a_spare(tmp_path, deaths):
     """R48: the spare, which may have stepped in, leaves with the others and their code."""
     done, told = train(tmp_path, 4, deaths, microbatches=12, save=True, stop=[1, 6], spares=1)
