@@ -17,7 +17,7 @@ from mpi4py import MPI
 import mpidist as md
 
 FIELDS, VALUES, RANK = 3, 40, 4  # a feature for each value of each field
-STEPS, BATCH = 1000, 192
+STEPS, BATCH = 400, 192
 
 
 def records(rng, count):

@@ -20,6 +20,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -124,11 +125,17 @@ def run(args) -> None:
 # -------------------------------------------------------------------------- simulated time
 
 
+@cache
+def digits() -> list[tuple]:
+    """The training and test samples of scikit-learn's digits."""
+    return [source.take(np.arange(len(source))) for source in data.digits()]
+
+
 class Digits:
     """LeNet on the digits of scikit-learn, and batches of them in a fixed order."""
 
     def __init__(self, seed: int):
-        self.training, self.test = (s.take(np.arange(len(s))) for s in data.digits())
+        self.training, self.test = digits()
         self.model, self.seed = models.lenet((1, 8, 8), seed=seed), seed
         self.gradients = {n: np.empty_like(a) for n, a in self.model.parameters.items()}
 

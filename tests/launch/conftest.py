@@ -1,6 +1,7 @@
 """Fixtures for these tests: many cases in one launch, and several launches at the same time."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import pytest
 from again import played_again
@@ -20,16 +21,26 @@ def pytest_terminal_summary(terminalreporter):
             terminalreporter.line(f"{times} x {test}")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Tests that share what a fixture of their module has made go to one worker of pytest-xdist.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Let the tests of a file go to one worker if they share what a fixture of their file made.
 
-    All others may go to any (``--dist loadgroup``), so that none has the longest file at the end.
+    Those of the other files may go to any, so that none has the longest file at the end.
     """
-    for item in items:
-        fixtures = item._fixtureinfo.name2fixturedefs.values()
-        if any(each[-1].scope == "module" for each in fixtures):
-            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Spread(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return file if shares(config.rootpath / file) else nodeid
+
+    return Spread(config, log)
+
+
+@cache
+def shares(file):
+    """Whether a file has fixtures for all of its tests."""
+    return 'scope="module"' in file.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
