@@ -108,4 +108,4 @@ def test_hosts_of_ranks_that_write_word_by_word(monkeypatch):
     """PYTHONUNBUFFERED, common in batch scripts, makes each word a write of its own."""
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     there = advise.site(4, None, [], [8])
-    assert [len(there.hosts()) for _ in range(5)] == [4] * 5
+    assert [len(there.hosts()) for _ in range(3)] == [4] * 3
