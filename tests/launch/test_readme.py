@@ -73,7 +73,7 @@ def test_make_targets_exist():
     targets = [
         words[1] for text in blocks("console") for words in commands(text) if words[0] == "make"
     ]
-    assert targets == ["run", "test"]
+    assert targets == ["run", "test", "test-all"]
     for target in targets:
         assert re.search(rf"^{target}:", menu, re.MULTILINE), target
 
