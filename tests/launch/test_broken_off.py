@@ -19,7 +19,7 @@ def played(launches, chosen):
     return launches({p: (p, [sys.executable, PROGRAM, str(STEPS[p])]) for p in sizes}, timeout=300)
 
 
-@pytest.mark.parametrize("ranks", tiers(STEPS, 2, 4))
+@pytest.mark.parametrize("ranks", tiers(STEPS, 2, 4, 5))
 def test_no_rank_waits_and_no_result_is_partial(played, ranks):
     """And two further calls work on all ranks or raise on all."""
     run = played[ranks]

@@ -11,7 +11,6 @@ from supervised_jobs import SETTINGS, SLOWLY, finish, run, summary, supervised, 
 from tiers import tiers
 
 from mpidist.launch.launchers import launch, launch_environment
-from mpidist.launch.processes import run as run_process
 
 TRAIN = [sys.executable, "-m", "mpidist", "train", "job.toml"]
 PIPELINE = '[strategy]\nname = "pipeline"\n'
@@ -55,11 +54,12 @@ def test_grids_of_a_job_file(tmp_path, alone, launches):
         jobs[name] = (ranks, [*TRAIN[:-1], f"{name}/job.toml", "--set", f"out={name}/run"])
     for result in launches(jobs, cwd=tmp_path).values():
         result.check()
+    drawn = {n: ["pipeline", "trace", f"{n}/run", "--out", f"{n}.json"] for n in GRIDS}
+    for each in play_commands(drawn, tmp_path / "reports", cwd=tmp_path).values():
+        each.check()
     for name, (ranks, _) in GRIDS.items():
         check(tmp_path / name, alone, ranks)
-        command = [sys.executable, "-m", "mpidist", "pipeline", "trace", f"{name}/run"]
-        assert run_process(command, cwd=tmp_path, env=launch_environment()).returncode == 0
-        trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        trace = json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"]
         spans = [one for one in trace if one["ph"] == "X"]
         assert {one["tid"] for one in spans} == set(range(ranks))
         # Each microbatch goes forward and backward through each chunk.
