@@ -9,6 +9,7 @@ before it computes anything. If only CUDA drivers or CPUs differ, rank 0 prints 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
-from .. import events
+from .. import __version__, events
 from ..errors import ConfigError
 from .claims import check_launcher, check_singletons, mpi_name, network_for
 
@@ -36,16 +37,18 @@ def versions_fingerprint() -> dict[str, str]:
     The versions of cupy, HDF5 and the CUDA driver are included only if this process has loaded
     them already, because loading them takes long.
     """
+    import mpi4py
+    import numpy
     from mpi4py import MPI
 
     facts = {
         "host": socket.gethostname(),
-        "mpidist": _version("mpidist"),
+        "mpidist": __version__,
         "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
-        "numpy": _version("numpy"),
-        "mpi4py": _version("mpi4py"),
+        "numpy": numpy.__version__,
+        "mpi4py": mpi4py.__version__,
         "MPI": mpi_name(MPI.Get_library_version()),
-        "h5py": _version("h5py"),
+        "h5py": h5py_version(),
         "CPU": _cpu(),
     }
     if "h5py" in sys.modules:
@@ -57,11 +60,23 @@ def versions_fingerprint() -> dict[str, str]:
     return facts
 
 
-def _version(package: str) -> str:
+def h5py_version() -> str:
+    """Return the version of the installed h5py, or "none".
+
+    The name of the folder beside the package has it: importing h5py takes 25 ms, and asking
+    `importlib.metadata` 10 ms, in each rank.
+    """
+    found = importlib.util.find_spec("h5py")
+    if found is None or found.origin is None:
+        return "none"
+    folders = Path(found.origin).parents[1].glob("h5py-*.dist-info")
+    versions = [folder.stem.partition("-")[2] for folder in folders]
+    if len(versions) == 1:
+        return versions[0]
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        return version(package)
+        return version("h5py")
     except PackageNotFoundError:
         return "none"
 

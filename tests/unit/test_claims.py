@@ -1,5 +1,8 @@
 """Facts about a launch from environment variables, by functions that use no MPI."""
 
+import sys
+from importlib.metadata import version
+
 import pytest
 
 from mpidist.errors import ConfigError
@@ -114,6 +117,15 @@ def test_one_host_starts_without_libfabric():
 )
 def test_mpi_name(library, name):
     assert claims.mpi_name(library) == name
+
+
+def test_the_version_of_h5py_is_that_of_its_package(tmp_path, monkeypatch):
+    assert start_checks.h5py_version() == version("h5py")
+    (tmp_path / "h5py.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)  # of which no folder tells anything
+    assert start_checks.h5py_version() == version("h5py")
+    monkeypatch.setattr(sys, "path", [])
+    assert start_checks.h5py_version() == "none"
 
 
 def test_differing_versions_name_hosts_and_cure():
