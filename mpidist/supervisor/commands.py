@@ -202,14 +202,13 @@ def named_like(host: str, hosts: Collection[str]) -> str:
 
 
 def host_test(
-    host: str, words: Sequence[str], by_slurm: bool, program: Sequence[str] = ()
+    host: str, words: Sequence[str], by_slurm: bool, program: Sequence[str] = ("true",)
 ) -> list[str]:
     """Return a command that starts `program` on `host`; by default a program that only ends well.
 
     With `by_slurm`, the command is a step of this Slurm job instead of a start of the launcher,
     which would take ten times as long.
     """
-    program = program or ["true"]
     if not by_slurm:
         # Open MPI 5.0.11's launcher hung in 29 of 430 starts of a program that ended at once, and
         # in none of 120 starts of a program that took 0.2 s.
@@ -223,7 +222,7 @@ def host_test(
         "--nodes=1",
         "--ntasks=1",
         f"--nodelist={host}",
-        *(program or ["true"]),
+        *program,
     ]
 
 

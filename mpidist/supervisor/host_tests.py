@@ -86,7 +86,8 @@ def silent_hosts(
                 try:
                     tests.append((time.monotonic(), Started(words(host), env=environment)))
                 except OSError:
-                    break
+                    if not tests:  # else the first one may still end well
+                        break
             time.sleep(0.01)
             codes = [test.process.poll() for _, test in tests]
             well = 0 in codes

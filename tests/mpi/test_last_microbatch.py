@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 from test_stage import batches, network, run
 
 import mpidist as md
@@ -109,3 +110,67 @@ def test_the_bits_of_stages_of_many_layers(comm):
     for pieces in (1, 2, 5, 16):
         run(comm, "mlp", cuts=[4, 6][: comm.size - 1], microbatches=pieces)
         run(comm, "lenet", cuts=[4, 8][: comm.size - 1], microbatches=pieces)
+
+
+class Bias:
+    """Adds a vector; the gradient of its input is `dy` itself."""
+
+    def __init__(self, name, size):
+        self.name, self.size = name, size
+
+    def shapes(self):
+        return {self.name: (self.size,)}
+
+    def forward(self, parameters, x):
+        return x + parameters[self.name], None
+
+    def backward_input(self, parameters, saved, dy):
+        return dy
+
+    def backward_weights(self, parameters, saved, dy, gradients, ready):
+        dy.sum(1, out=gradients[self.name])
+        ready(self.name)
+
+    def backward(self, parameters, saved, dy, gradients, ready=lambda name: None, first=False):
+        self.backward_weights(parameters, saved, dy, gradients, ready)
+        return dy
+
+
+def trained(comm, layers, kinds, strategy):
+    """The digest of a trained model, whose parameters have these dtypes in turn."""
+    model = models.Network(layers, (12,), seed=7)
+    model.parameters = {
+        name: array.astype(kinds[k % len(kinds)])
+        for k, (name, array) in enumerate(model.initial_parameters().items())
+    }
+    rng = np.random.default_rng(1)
+    data = rng.standard_normal((60, 12)).astype("f4"), rng.integers(0, 3, 60)
+    return md.train(
+        comm, model, data, optimizer=md.optim.momentum(0.05), global_batch=20, steps=3,
+        microbatches=5, strategy=strategy, test_data=data,
+    ).parameters_sha256  # fmt: skip
+
+
+@pytest.mark.ranks(2, 3)
+def test_many_layers_of_several_dtypes(comm):
+    """The sums of each dtype are parts of their own, which are not sent during the computation."""
+    layers = models.mlp([12, 16, 16, 16, 16, 3]).layers
+    for kinds in (["f4"], ["f8", "f4"], ["f4", "f8", "f4", "f4"], ["f4", "f4", "f4", "f2"]):
+        expected = trained(MPI.COMM_SELF, layers, kinds, md.AllReduce())
+        md.free(MPI.COMM_SELF)
+        for schedule in ("1f1b", "gpipe", "zero_bubble"):
+            cuts = [4, 8][: comm.size - 1]
+            strategy = md.Pipeline(cuts=cuts, schedule=schedule)
+            assert trained(comm, layers, kinds, strategy) == expected, (kinds, schedule)
+
+
+@pytest.mark.ranks(2)
+def test_a_layer_that_returns_what_it_was_given(comm):
+    """The layer before changes it in place, before the gradient of the weights is computed."""
+    plain = models.mlp([12, 16, 16, 3]).layers
+    layers = [*plain[:5], Bias("bias", 16), *plain[5:]]
+    expected = trained(MPI.COMM_SELF, layers, ["f4"], md.AllReduce())
+    md.free(MPI.COMM_SELF)
+    for schedule in ("1f1b", "zero_bubble"):
+        found = trained(comm, layers, ["f4"], md.Pipeline(cuts=[2], schedule=schedule))
+        assert found == expected, schedule

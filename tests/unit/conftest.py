@@ -15,8 +15,8 @@ def pytest_configure(config):
     of the share of one of them is left, for tests here have deadlines, too.
     """
     if hasattr(config, "workerinput") and os.nice(0) > 0:
-        os.setsid()
         with contextlib.suppress(OSError):
+            os.setsid()
             Path("/proc/self/autogroup").write_text("5")
 
 

@@ -332,7 +332,8 @@ def _discard(name: str, root: int) -> None:
 def _software() -> dict[str, str]:
     """Return the versions of the software that makes the files; h5py makes only some of them."""
     made = {"mpidist": __version__, "numpy": np.__version__}
-    h5py = sys.modules.get("h5py")
-    if h5py is not None:
-        made |= {"h5py": h5py.version.version, "hdf5": h5py.version.hdf5_version}
+    # Another thread may be importing h5py just now; then it has no version yet.
+    version = getattr(sys.modules.get("h5py"), "version", None)
+    if version is not None:
+        made |= {"h5py": version.version, "hdf5": version.hdf5_version}
     return made

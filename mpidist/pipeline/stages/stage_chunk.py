@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ...arrays import array_module
 from .sum_parts import SumPart, is_sent, parts_of_vector
 
 
@@ -47,6 +48,7 @@ class Chunk:
         self._bytes: dict[int, int] = {}  # microbatch -> bytes kept for its backward pass
         self._kept_bytes: dict[tuple, int] = {}  # shape of the input -> bytes kept for such a one
         self.parts: list[SumPart] = []  # the part with the last layers comes first
+        self.in_parts = False  # whether the parts are sent to other hosts
         self._added: set[int] = set()  # the parts to which the newest microbatch has been added
 
     def _write_into(self, views: dict) -> None:
@@ -81,19 +83,19 @@ class Chunk:
 
         `in_order` says whether the microbatches come in the order of their numbers.
         """
-        in_parts = is_sent(comm)
+        self.in_parts = is_sent(comm)
         for k, vector in enumerate(self.vectors):
             names = [name for name, view in self.gradients.items() if view.dtype == vector.dtype]
             free = vector.size - sum(self.gradients[name].size for name in names)
             cuts = [(0, vector.size - free, set(names))]
-            if in_parts:
+            if self.in_parts:
                 sizes = [self.gradients[name].size for name in names]
                 cuts = parts_of_vector(names, sizes, vector.dtype.itemsize)
             for number, (start, stop, inside) in enumerate(cuts):
                 end = vector.size if number == 0 and k == 0 else stop
                 shapes = {name: self.gradients[name].shape for name in names if name in inside}
                 self.parts.append(SumPart(comm, vector[start:end], pieces, shapes, in_order))
-                if not in_parts:
+                if not self.in_parts:
                     self.parts[-1].share_memory(self._names)
 
     def _aim(self, weight: float | None) -> None:
@@ -170,9 +172,17 @@ class Chunk:
                 continue
             if layer.shapes():
                 later.append((i, layer, saved, dy))
-            dy = None if first else layer.backward_input(self.parameters, saved, dy)
+            dy = None if first else self._input_of(layer, saved, dy)
         self._later[microbatch] = later
         return dy if self.first is None else None
+
+    def _input_of(self, layer, saved, dy):
+        """Return the gradient of a layer's input; `dy` must keep its values for the weights."""
+        dx = layer.backward_input(self.parameters, saved, dy)
+        # The layers before may change what they get in place.
+        if layer.shapes() and array_module(dx).may_share_memory(dx, dy):
+            return dx.copy()
+        return dx
 
     def backward_weights(
         self,

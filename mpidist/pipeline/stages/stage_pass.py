@@ -108,9 +108,9 @@ class StagePass:
 
     def _weights_after_send(self, c: int, i: int) -> None:
         """Compute what `_backward` has left until the gradient of the input is sent."""
-        self._after_send = None
         began = time.perf_counter()
         self._backward_weights(c, i)
+        self._after_send = None
         self.stage.computing += time.perf_counter() - began
         self._add(c, i)  # it also ends the span of the backward pass
 
@@ -140,13 +140,16 @@ class StagePass:
     def _ready(self, c: int, i: int) -> Callable[[str], None]:
         """Return the function that the backward pass calls when a gradient is final.
 
-        In the last backward pass of a chunk, this function begins the sums of complete parts.
+        In the last backward pass of a chunk whose sums are sent in parts, this function begins the
+        sums of complete parts. After an early send, it lets MPI continue the send.
         """
         chunk, names, weight = self.stage.chunks[c], set[str](), self.sizes[i] / self.total
         if c == self.stage.last_chunk:
             chunk.note_loss(self._losses.pop(i))
-        if self.last.get(c) != i or len(chunk.parts) < 2:
+        if self.last.get(c) != i:
             return _nothing
+        if not chunk.in_parts or len(chunk.parts) < 2:
+            return self._continue_send if self._after_send == (c, i) else _nothing
 
         def ready(name: str) -> None:
             names.add(name)
@@ -154,6 +157,9 @@ class StagePass:
             self.queue.progress()
 
         return ready
+
+    def _continue_send(self, name: str) -> None:
+        self.stage.messages.progress()
 
     def _add(self, c: int, i: int) -> None:
         """Add the gradients of a microbatch."""
