@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from benchmarks.comparison import GATES, MODES, RATE, RULES, SCENES, Digits, simulate
 from python_path import python_path
+from tiers import exhaustive
 
 import mpidist as md
 from mpidist import optim
@@ -71,11 +72,18 @@ def test_the_simulation_of_bsp_is_serial_descent():
     assert found["loss"] == pytest.approx(problem.judge(parameters)[0], rel=1e-4)
 
 
-def test_each_mode_learns_mnist10k(tmp_path, data_dir):
+#: Those of `make test`; the others are played in `make test-all`.
+FIRST = ["allreduce", "SSP(3)", "PeerAverage, every=8", "pipeline"]
+OTHERS = [mode for mode in MODES if mode not in FIRST]
+
+
+@pytest.mark.parametrize("modes", [FIRST, exhaustive(OTHERS)], ids=["some", "others"])
+def test_each_mode_learns_mnist10k(tmp_path, data_dir, modes):
     """On 3 workers, with a twenty-fifth of the steps of docs/comparison.md: 0.89 and more."""
-    words = ["run", "--seeds", "1", "--steps", "60", "--data", data_dir / "mnist10k"]
+    numbers = ["--seeds", "1", "--steps", "60", "--data", data_dir / "mnist10k"]
+    words = ["run", *numbers, "--modes", *modes]
     program = [sys.executable, "-m", "mpi4py", "-m", "benchmarks.comparison"]
     launch(4, [*program, *words, "--out", "."], env=ENVIRON, cwd=tmp_path, timeout=500).check()
     rows = json.loads((tmp_path / "mnist10k.json").read_text())
-    assert [row["mode"] for row in rows] == [*MODES]
+    assert [row["mode"] for row in rows] == modes
     assert {row["mode"]: row["accuracy"] for row in rows if row["accuracy"] < 0.86} == {}

@@ -40,10 +40,10 @@ MOMENTS = {
 @with_ulfm
 @pytest.mark.parametrize(
     "moment",
-    tiers(MOMENTS, "after an update", "after a vote", "after some answers", "when it has an update",
-          "all colocated", "with a worker", "in the goodbye", "a second one later",
-          "a second one in the repair", "a second one when it has all",
-          "a second one that serves again"),
+    tiers(MOMENTS, "after an update", "the first update", "after a vote", "after some answers",
+          "when it has an update", "all colocated", "with a worker", "in the goodbye",
+          "a second one later", "a second one in the repair", "a second one when it has all",
+          "a second one that serves again", "a worker in the repair"),
 )  # fmt: skip
 def test_a_server_with_a_copy_dies(tmp_path, moment):
     """BSP: each sample counts once and each step is done once, as in an undisturbed run."""
@@ -76,7 +76,7 @@ ASYNCHRONOUS = {
 
 #: What is played with both modes in `make test-all` only.
 ONE_MODE = [
-    ("after an update", "asp"), ("when it has forwarded", "ssp"),
+    ("when it has forwarded", "ssp"),
     ("when it has an acknowledgement", "asp"), ("a second one before it sends", "ssp"),
     ("colocated", "asp"),
 ]  # fmt: skip

@@ -63,7 +63,9 @@ def check(folder, undisturbed, workers, restarts):
     assert not (folder / "control").exists()
 
 
-@pytest.mark.parametrize("options", [(), pytest.param(("--elastic",), marks=with_ulfm)])
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("--elastic",), marks=[with_ulfm, pytest.mark.exhaustive])]
+)
 def test_more_ranks_twice(tmp_path, undisturbed, options):
     """R49: two requests at once are one; a later one follows."""
     fault = "sleep@step,ms=100,attempt=0;sleep@step,ms=300,attempt=1"
