@@ -32,7 +32,7 @@ def save(comm, group):
 
 
 @pytest.mark.covering
-@pytest.mark.ranks(5, 7)
+@pytest.mark.ranks(5, further=(7,))
 @pytest.mark.parametrize("make", [md.optim.sgd, md.optim.momentum, md.optim.adam])
 def test_pause_save_and_go_on_elsewhere(comm, make):
     """R52's part here: saved by 2 servers in mid-training, continued by 1 and 3: the same bits."""

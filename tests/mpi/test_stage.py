@@ -101,12 +101,13 @@ def even_cuts(kind, parts):
 
 
 @pytest.mark.covering
-@pytest.mark.ranks(1, 2, 3, 4, further=(5,))
+@pytest.mark.ranks(1, 2, 3, further=(4, 5))
 @pytest.mark.parametrize("kind", ["mlp", "lenet"])
 def test_synchronous_schedules_have_the_bits_of_one_rank(comm, kind):
     """Fewer microbatches than stages, also one; numbers of ranks that the stages do not divide."""
+    numbers = (1, 2, 5, 8) if comm.size < 5 else (2, 8)
     for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)):
-        for stages, pieces in itertools.product(range(1, comm.size + 1), (1, 2, 5, 8)):
+        for stages, pieces in itertools.product(range(1, comm.size + 1), numbers):
             replicas = None
             if comm.size % stages:
                 replicas = [comm.size - stages + 1] + [1] * (stages - 1)
