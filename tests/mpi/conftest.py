@@ -12,6 +12,7 @@ stack, and the whole job ends.
 import faulthandler
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -78,6 +79,31 @@ def pytest_collection_modifyitems(items):
         return size if size in FIRST else 1
 
     items[:] = [item for item in items if WORLD.rank < ranks(item)]
+
+
+def most_ranks(path):
+    """The most ranks that a test of a file may need, as its text says; else all there are."""
+    most = 1
+    for sizes in re.findall(r"\branks\(([^)]*)", path.read_text(encoding="utf-8")):
+        if re.search(r"[^\d\s,(]", sizes.replace("further=", "")):
+            return WORLD.size
+        most = max(most, *map(int, re.findall(r"\d+", sizes)))
+    return most
+
+
+class Unread(pytest.File):
+    """A file without a test for this rank, which need not import it: most ranks run few tests."""
+
+    def collect(self):
+        return []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makemodule(module_path, parent):
+    named = any("::" in word for word in parent.config.args)
+    if not named and WORLD.rank >= most_ranks(module_path):
+        return Unread.from_parent(parent, path=module_path)
+    return None
 
 
 _watched = -HANG_SECONDS
