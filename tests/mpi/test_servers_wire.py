@@ -194,8 +194,7 @@ def served_again(comm, consistency, fresh, odd):
     return seen
 
 
-@pytest.mark.covering
-@pytest.mark.ranks(3, 4)
+@pytest.mark.ranks(3, further=(4,))
 @pytest.mark.parametrize("consistency", [md.BSP(), md.SSP(0)], ids=str)
 @pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
