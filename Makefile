@@ -28,7 +28,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # Else every rank compiles every module at every start, and writes its lines in pieces.
 unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 
-.PHONY: help run test test-all test-unit test-mpi test-launch test-cluster test-slurm test-net test-gpu \
+.PHONY: help run test test-all test-unit test-mpi test-launch test-cluster cluster-measured cluster-others test-slurm test-net test-gpu \
         test-floor test-hdf5 fuzz lint bench bench-simulate bench-net bench-relaunch bench-elastic bench-counters bench-staleness bench-rows bench-pipeline comparison soak soak-threads \
         soak-recovery soak-elastic soak-links soak-histories soak-readers docs clean size
 
@@ -105,8 +105,18 @@ fuzz: $(VENV)/.test
 test-launch: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n $(LAUNCHES) --dist loadfile tests/launch $(CASES) $(PYTEST_ARGS) $(AGAIN)
 
+# Side by side, for both wait half of their time: what measures a network or the time after a loss,
+# where no two may go side by side, and all others.
+MEASURED = $(foreach file,elastic network node_lost simulator,tests/cluster/test_$(file).py)
+
 test-cluster: $(VENV)/.test
-	$(BIN)/python -m pytest -q tests/cluster $(CASES) $(PYTEST_ARGS) $(AGAIN)
+	$(MAKE) -j 2 --output-sync=target cluster-measured cluster-others
+
+cluster-measured:
+	$(BIN)/python -m pytest -q $(MEASURED) $(CASES) $(PYTEST_ARGS) $(AGAIN)
+
+cluster-others:
+	$(BIN)/python -m pytest -q tests/cluster $(addprefix --ignore=,$(MEASURED)) $(CASES) $(PYTEST_ARGS) $(AGAIN)
 
 test-slurm: $(VENV)/.test
 	$(BIN)/python -m pytest -q tests/cluster -m slurm $(PYTEST_ARGS)

@@ -14,16 +14,15 @@ from second_start import once_more
 
 from mpidist.launch.launchers import find_launcher, launch
 
-#: What measures a network, or the time after a loss.
-MEASURED = ("test_network", "test_node_lost", "test_elastic")
+#: What measures a network, or the time after a loss. Two of these never go side by side.
+MEASURED = ("test_network", "test_node_lost", "test_elastic", "test_simulator")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """End with what is measured: the unit tests have then ended (see `make test`).
+    """Of those that share a cluster, the last ones take a node away from all jobs.
 
-    Before it comes what takes a node away from all jobs, and before that the test of the job that
-    has been asleep meanwhile.
+    Right before them is the test of the job that has been asleep meanwhile. What is measured ends.
     """
 
     def place(item):
