@@ -16,6 +16,8 @@ from mpidist.launch.launchers import find_launcher, launch
 
 #: What measures a network, or the time after a loss. Two of these never go side by side.
 MEASURED = ("test_network", "test_node_lost", "test_elastic", "test_simulator")
+#: Those that may take a number of seconds: all others have ended when they begin (`make test`).
+TIMED = ("test_a_node_is_lost", "test_a_host_of_a_command_is_lost")
 
 
 @pytest.hookimpl(trylast=True)
@@ -27,8 +29,9 @@ def pytest_collection_modifyitems(items):
 
     def place(item):
         stem = item.path.stem
-        late = item.name.startswith("test_time_limit"), stem == "test_recovery", stem in MEASURED
-        return sum(number * found for number, found in enumerate(late, start=1))
+        if stem in MEASURED:
+            return 3 + (item.name in TIMED)
+        return 2 if stem == "test_recovery" else int(item.name.startswith("test_time_limit"))
 
     items.sort(key=place)
 
