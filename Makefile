@@ -65,9 +65,8 @@ run: $(VENV)/.run
 	$(EXEC) 4 $(BIN)/mpidist train jobs/digits.toml --set stop_after=1120
 	$(EXEC) 3 $(BIN)/mpidist train jobs/digits.toml --resume
 
-# The unit tests take what the cluster leaves of the cores: it waits half of its time. All others run
-# one after the other, for ranks that share a core with other jobs make each deadline a matter of luck
-# (launches beside the cluster: its jobs on MPICH, which polls, then take many times as long).
+# The unit tests take what the cluster leaves of the cores: it waits half of its time. The launches run
+# alone, for deadlines are a matter of luck where ranks share a core with many other jobs.
 test: $(VENV)/.test
 	$(MAKE) -j 2 --output-sync=target test-unit test-cluster
 	$(MAKE) test-mpi
@@ -79,11 +78,10 @@ test-all:
 test-unit: $(VENV)/.test
 	nice -n 19 $(BIN)/python -m pytest -q -n 2 tests/unit $(CASES) $(PYTEST_ARGS) $(AGAIN)
 
-# In several jobs: what tests break off is never freed, and MPICH has 2,048 communicators in a process.
-# All cases need seven of them. Two at a time, the longest first: its ranks sleep while they wait.
-MPI_PARTS    = $(if $(filter openmpi,$(MPI)),all,$(if $(CASES),se p-z d-o a-c,se a-c d-n t-z p-r s o))
-MPI_AT_ONCE ?= $(if $(filter openmpi,$(MPI)),1,2)
-FILES_all    = test_*
+# In several jobs: what tests break off is never freed, and MPICH has 2,048 communicators in a process:
+# all cases need seven jobs there. Two at a time, the longest first, for ranks wait for each other.
+MPI_PARTS    = $(if $(filter openmpi,$(MPI)),r-z a-q,$(if $(CASES),se p-z d-o a-c,se a-c d-n t-z p-r s o))
+MPI_AT_ONCE ?= 2
 FILES_se     = test_se*
 FILES_s      = test_s[!e]*
 FILES_p-z    = test_[p-rt-z]* test_s[!e]*
