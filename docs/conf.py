@@ -4,8 +4,13 @@ import importlib.metadata
 import sys
 from pathlib import Path
 
+import mpi4py
+
 sys.path.insert(0, str(Path(__file__).parent))
 from reference import filled
+
+# Without MPI_Init: Open MPI would leave a file in /dev/shm after each build.
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
 
 project = "mpidist"
 author = "the mpidist authors"
