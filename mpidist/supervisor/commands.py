@@ -216,14 +216,7 @@ def host_test(
         return [*command(1, words, {host: 1}, restricted=True), *program]
     # The step needs no resources, because steps of a killed launcher may still occupy the host.
     sharing = ("--overlap", "--mem=0", "--gres=none", "--mpi=none")
-    return [
-        "srun",
-        *sharing,
-        "--nodes=1",
-        "--ntasks=1",
-        f"--nodelist={host}",
-        *program,
-    ]
+    return ["srun", *sharing, "--nodes=1", "--ntasks=1", f"--nodelist={host}", *program]
 
 
 # --------------------------------------------------------------------------------------- Slurm

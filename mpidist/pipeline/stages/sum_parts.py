@@ -127,18 +127,14 @@ class SumPart:
         They are where `aim` has said, or in `vector` if it was not called for this microbatch.
         """
         row, self._row = self._row, None
+        vector, factor = (None, 1.0) if weight is None else (self.vector, weight)
         if self._add_part is not None:  # what belongs to no layer is left
             done = max((stop for _, stop in self._bounds.values()), default=0)
             self._add_part(done, self.vector[done:])
             self._add_part = None
-            self._left -= 1
-            return
-        if row is not None and weight is not None:
+        elif row is not None and weight is not None:
             self.sums.add_row(weight)
-            self._left -= 1
-            return
-        vector, factor = (None, 1.0) if weight is None else (self.vector, weight)
-        if self._in_order:
+        elif self._in_order:
             self.sums.add(vector, factor, last=True)
         else:
             self._adding.add(microbatch, vector, factor)
