@@ -1,4 +1,4 @@
-"""Add a model to the servers: check the arguments, allocate memory, and send initial values."""
+"""What `ServerGroup.add` does: check its arguments, allocate memory, and send initial values."""
 
 from __future__ import annotations
 
@@ -76,11 +76,14 @@ def host_model(
                 asked.stale.compensates, ahead,
             )  # fmt: skip
             need += open_bytes(layout, index, copies)
-            if group.replicated:  # also count a gradient that waits here, and one that is sent
+            if group.replicated:
+                # The copy of the previous server's shard, a gradient that waits to be applied to
+                # this copy, and a gradient on its way to the next server's copy.
                 need += round(layout.bytes_of(index - 1) * (2 + copies)) + layout.bytes_of(index)
             needs.append((rank, host, need, free))
         if any(one["kept"] for one in everyone):
-            return tensors, policies, inits, False, piece  # the memory is there, with the values
+            # After a death: the servers have kept the model, so they allocate and fill nothing.
+            return tensors, policies, inits, False, piece
         check_capacity(asked.name, needs)
         return tensors, policies, inits, everyone[workers[0]]["inits"] is None, piece
 
@@ -128,7 +131,7 @@ def host_model(
 
 
 def _checked(group, serves: bool, asked: Request) -> tuple[dict, dict | None]:
-    """Check all that a rank gives; return what `parse_model` returns."""
+    """Check this rank's arguments of `ServerGroup.add`; return what `parse_model` returns."""
     check_update(asked)
     facts, inits = parse_model(asked)
     name, optimizer, policies = asked.name, asked.optimizer, _policies(facts)
@@ -177,7 +180,7 @@ def _flat(facts: Mapping, path: str = "") -> dict[str, str]:
 
 
 def _announce(link: Link, server: Server | None, servers, workers) -> None:
-    """Check that all workers add or remove a model when the servers do. Collective over them."""
+    """Check on each server that all workers are in `add` or `remove`, too. Collective."""
     if link.comm.rank in workers:
         for rank in servers:
             link.tell(ADD, rank, TO_SERVER)

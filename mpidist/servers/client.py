@@ -33,8 +33,8 @@ from .wire.node_mail import exchanges
 from .wire.node_share import NodeShare
 from .wire.wire_pieces import WirePiece, cut_shard
 
-# After this many times in which remembered arrays of a push_pull did not come again, a client
-# no longer remembers arrays.
+# A client remembers the arrays of a push_pull, because a further push_pull of the same arrays takes
+# less time. After this many calls in a row with other arrays, it stops remembering arrays.
 _BINDS = 8
 
 
@@ -44,7 +44,7 @@ class Client:
     Attributes
     ----------
     versions : list of int
-        The updates in each server's shard at this worker's newest pull from the server.
+        For each server, how many updates the values of this worker's newest pull include.
     dropped : int
         How many pushes of this worker the servers have not applied, according to the answer to its
         newest pull.
@@ -54,6 +54,7 @@ class Client:
     group : ServerGroup
         The group that the model belongs to.
     requests : ClientRequests
+        Sends the requests of this client, and receives the answers.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Client:
         self._batch, self._drops = asked.global_batch, asked.nonfinite == "drop"
         self._nonfinite = self.dropped = self.skipped = 0
         self._bound: BoundPushPull | None = None
-        self.asked = asked._replace(model={})  # without the memory of the arrays
+        self.asked = asked._replace(model={})  # so that the client does not keep the arrays alive
         self.modes = ClientModes(self.asked, group.votes)
         self._cache = cached_rows(asked, layout, len(group.worker_ranks), self.modes)
         self.requests = self._requests(model, piece_bytes, share)
@@ -161,7 +162,7 @@ class Client:
         with self._fused:
             if what is None and (bound := self._bound) is not None and bound.fits(gradients, out):
                 count = self._check_push(samples)
-                # If a gradient is not finite, the usual way below raises the error.
+                # If a gradient is not finite, the code below raises the error, or drops the push.
                 if bound.pack():
                     return self._push_pull_again(bound, count)
             wanted, results = self._names.wanted(what, out)
@@ -177,7 +178,7 @@ class Client:
         return results
 
     def _push_pull_again(self, bound: BoundPushPull, samples: int | None) -> dict:
-        """Do a push_pull with the arrays of `bound`, whose gradients are already in messages."""
+        """Do a push_pull with remembered arrays; `bound.pack` has copied the gradients already."""
         self._enter()
         requests, self._binds = self.requests, _BINDS
         requests.pushed, requests.started = (clock := requests.clock), True
@@ -197,7 +198,10 @@ class Client:
     def repeat_push_pull(
         self, gradients: Mapping, *, out: Mapping, samples: int | None, known: Collection[int]
     ) -> None:
-        """Do `push_pull`, but push only to the servers that are not in `known` (their numbers)."""
+        """Do `push_pull` again after a death, but push nothing to the servers numbered in `known`.
+
+        These servers have received the push before the death.
+        """
         self._open()
         with self._fused:
             wanted, results = self._names.wanted(None, out)
@@ -332,7 +336,7 @@ class Client:
     # -- messages ------------------------------------------------------------------------
 
     def _requests(self, model: int, piece_bytes: int, share: NodeShare | None) -> ClientRequests:
-        """Return the requests for the present layout."""
+        """Return the object that sends this client's requests, for the present layout."""
         layout, numbers = self.layout, range(len(self._servers))
         self._names, self._binds = Selection(self.name, layout), 0 if self._cache else _BINDS
         self._names.assigns = getattr(self.asked.optimizer, "assigns", False)
@@ -351,7 +355,7 @@ class Client:
     def use_layout(
         self, layout: ServerLayout, servers: list[int], piece_bytes: int, share: NodeShare | None
     ) -> None:
-        """Use the servers of another layout from now on. Called between two clocks."""
+        """Send all further requests to the servers of another layout. Called between two clocks."""
         self.layout, self._servers, before = layout, servers, self.requests
         self._bound = None
         if self._cache is not None:
@@ -407,7 +411,8 @@ class Client:
         waits, requests = self._waits, self.requests
         waits["worker"] += blocked
         waits["server"] += waited - blocked
-        self._link.touched = False  # from here on, no server waits for this rank
+        # The call is complete on all servers, so an error from here on does not end the group.
+        self._link.touched = False
         clock = requests.clock = requests.clock + ticks
         if not headers:  # all rows were in the cache
             requests.entered = requests.clock

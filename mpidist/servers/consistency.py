@@ -191,11 +191,11 @@ class ConsistencyGate:
         self.clocks[:] = clocks
 
     def mode_at(self, clock: int) -> Consistency:
-        """Return the mode of a clock, in models whose mode may change."""
+        """Return the mode of a clock. Only a `ChangingGate` has different modes."""
         return self.consistency
 
     def changes(self) -> list[tuple[int, Consistency]]:
-        """Return the later modes of a model whose mode changes, each with its first clock."""
+        """Return the modes after the first one, each with its first clock; see `ChangingGate`."""
         return []
 
     def note_tick(self, worker: int) -> None:
@@ -207,7 +207,7 @@ class ConsistencyGate:
     def slowest(self) -> int:
         """Return the smallest clock of the live workers; a huge number when all have left."""
         if False not in self.live:
-            return min(self.clocks, default=sys.maxsize)  # half of the time
+            return min(self.clocks, default=sys.maxsize)  # takes half of the time
         return min(itertools.compress(self.clocks, self.live), default=sys.maxsize)
 
     def is_open(self, worker: int) -> bool:
@@ -324,7 +324,7 @@ class Simulation(NamedTuple):
     Attributes
     ----------
     seconds : float
-        The seconds of the run.
+        How many seconds the simulated run takes.
     waited : tuple of float
         The seconds that each worker waited.
     gap : float

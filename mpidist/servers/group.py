@@ -220,7 +220,7 @@ class ServerGroup(OnlineShares):
         return client
 
     def remove(self, name: str) -> None:
-        """Remove a model from the servers, and free its memory. Collective over the group's `comm`.
+        """Remove a model, and free its arrays on the servers. Collective over the group's `comm`.
 
         Call it when `add` may be called. Afterwards the client's calls raise an error.
         """
@@ -235,7 +235,7 @@ class ServerGroup(OnlineShares):
                 client.forget()
 
     def hosted(self, name: str) -> tuple[Server, Hosted] | None:
-        """Return (server, its part of the model), None if no server; also after the group's end."""
+        """Return this rank's server and its part of a model, also after `close`; else None."""
         if self._server is None:
             return None
         return self._server, next(each for each in self._server.models if each.name == name)
@@ -296,7 +296,7 @@ class ServerGroup(OnlineShares):
             link.wait_for(replies, "worker")
         for reply in replies:
             link.pool.give(reply.buffer)
-        for client in self._clients:  # the servers' values may be replaced now
+        for client in self._clients:  # because `on_pause` may change the servers' values
             client.forget_rows()
 
     def barrier(self) -> None:

@@ -39,7 +39,7 @@ from .protocol import FIRST_TAG, GROUPS, HEADER_BYTES, NOTICE, TAGS, Header, Inc
 _NOTICE_BYTES = 2000
 _SPINS = 200  # the number of tests before a wait yields the core
 _REST, _REST_IN_PIECES = 0.001, 0.01  # idle seconds before a wait sleeps
-_GROUP, _VERDICT = b"g", b"v"  # whether a notice ends the group, or the communicator
+_GROUP, _VERDICT = b"g", b"v"  # first byte of a notice: it ends the group, or the communicator
 
 #: Links of failed groups, which are kept because MPI may still write into their buffers.
 _abandoned: set[Link] = set()
@@ -93,9 +93,9 @@ class Link:
     tag : int
         The first message tag of this group; it is added to every tag of `protocol`.
     turn : list
-        A list that is empty while a thread is in a call of the group, so that a second thread
-        notices it. A thread begins a call by `list.pop`, which is as atomic as a lock and takes
-        half of the time.
+        A list that is empty while a thread is in a call of the group, so that the call of a second
+        thread raises an error. A thread begins a call by `list.pop`, which is as atomic as a lock
+        and takes half of the time.
     failed : str or None
         Why the group has failed; None while the group works.
     heard : bool
@@ -118,7 +118,7 @@ class Link:
     checksums : Checksums or None
         The checksums of messages, if the group uses checksums.
     models : list of Hosted
-        The models on this server.
+        The models on this rank's server; empty if this rank is no server.
     trail : events.Trail
         The requests that this rank has sent and served.
     """
@@ -142,7 +142,7 @@ class Link:
         self.checksums: Any = None
         self.models: list = []
         self.doors: Any = None  # the first model's memory that is shared with ranks of this host
-        self._pinned: list = []  # requests and buffers to keep if a wait fails
+        self._pinned: list = []  # requests and buffers that MPI may use after a wait has failed
         self.death: Any = None  # the RankFailure that has broken a call off, in an elastic run
 
     # -- one call at a time ------------------------------------------------------------------
@@ -390,7 +390,8 @@ class Link:
         try:
             return run_on_all(self.comm, doing, local, decide, exchange=self.exchange)
         except BaseException as error:
-            if self._exchanges == before + 2:  # two exchanges: the results, then the error
+            # After two exchanges, of the results and of the error, all ranks know the error.
+            if self._exchanges == before + 2:
                 self.touched = False
                 self._mark(error)
             raise
@@ -411,7 +412,10 @@ class Link:
 
     @contextmanager
     def pinned(self, *memory) -> Iterator[None]:
-        """Keep requests and buffers while a ``with`` block runs, and also after it has failed."""
+        """Keep requests and buffers while a ``with`` block runs; if it fails, keep them for ever.
+
+        MPI may still use the buffers of a communication that was not completed.
+        """
         self.touched = True
         self._pinned.append(memory)
         yield

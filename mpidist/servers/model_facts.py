@@ -26,11 +26,11 @@ DEVICES = ("cpu", "gpu")
 
 
 class KeptModel(NamedTuple):
-    """The kept part of a model after a death, with which the ranks add the model to a new group.
+    """What a living rank keeps of a model after a death, to add the model to a new group.
 
-    The layout is the result of `place_tensors` for the number of servers. `shard` is this server's
-    part, or None on a rank that is no server. `copy` is its copy of another server's part, if
-    servers keep copies. `clocks` has a clock for each worker of the new group. `applied` is used
+    The model is divided between the new group's servers as by `place_tensors`. `shard` is this
+    server's part, or None on a rank that is no server. `copy` is its copy of another server's part,
+    if servers keep copies. `clocks` has a clock for each worker of the new group. `applied` is used
     only in modes in which servers hold pushes: all pushes of clocks below `applied` are applied.
     """
 

@@ -42,14 +42,16 @@ def _name(flags: int) -> str:
     return "+".join(name for bit, name in enumerate(_REQUESTS) if flags >> bit & 1)
 
 
-#: The name of each combination of requests in reports, and the name of its handling by a server.
-#: The index is the flags of the header.
+#: The name of each combination of requests in the log of a worker, and in the log of the server
+#: that handles it. The index is the flags of the header.
 NAMES = [_name(flags) for flags in range(1 << len(_REQUESTS))]
 SERVED = [f"serve {name}" for name in NAMES]
 
-ALL = -1  # this length of a selection means: all tensors that the server holds
-# These lengths mean the same, and that the data are sent in pieces, see the room `wire`. With
-# PIECES, the server handles the push as a whole; with STREAM, it answers each piece when updated.
+# In place of the length of a selection, a header may have one of the following negative numbers.
+# Each of them means all tensors that the server holds.
+ALL = -1  # the data are in this message
+# PIECES, STREAM: the data are sent in pieces, see the folder `wire`. With PIECES, the server
+# handles the push when all its pieces have arrived; with STREAM, it updates and answers each piece.
 # MEMORY: the selection has the addresses of the gradients in the worker's memory (`memory_push`).
 PIECES, STREAM, MEMORY = -2, -3, -4
 
@@ -60,7 +62,8 @@ PIECE_UP, PIECE_DOWN, SQUARES = 9, 10, 11
 #: The tag of a piece's checksum is this number plus the tag of the piece, see `checksums`.
 SUMS = 3
 
-#: Flags between servers: an update for a copy has been received; and no more updates will come.
+#: Flags of messages between servers that keep copies of shards (`shard_copies`): the next server
+#: has received an update for its copy; and the previous server will send no more updates.
 ACKNOWLEDGE, NO_MORE = CLOCK, BYE
 
 # Groups share the control communicator of their context, and each group has its own tags there.

@@ -66,7 +66,7 @@ class Server:
         self.on_call: Callable[[Any], None] = lambda call: None
         self.in_pause = False  # whether `on_pause` runs
         self.in_own_pause = False  # whether the worker on this rank is in `pause`
-        self.announced: list[int] = []  # ranks that already add or remove a model
+        self.announced: list[int] = []  # workers' ranks that are already in `add` or `remove`
         self.queue: Counter[int] = Counter()
         self.load = ServerLoad()
         self.doors = ServerDoors(self)
@@ -128,7 +128,7 @@ class Server:
         while self._answers and self._bytes_to_send() < ROOM_BYTES:
             self.link.send(*self._next_answer(), TO_WORKER)
             acted = True
-        if acted or self.link.moved:  # a piece of an update has been made
+        if acted or self.link.moved:  # `moved`: a piece of an update has been made
             self.load.busy_seconds += time.perf_counter() - start
         if start >= self._look_at:
             self._look_at = start + _LOOK_SECONDS
@@ -180,7 +180,8 @@ class Server:
     def _handle(self, worker: int, header: Header, buffer: np.ndarray, queue: int) -> bool:
         """Carry out the requests in a message; return whether its buffer is needed longer."""
         if header.flags & protocol.ADD and self.in_own_pause:
-            self.announced.append(self.workers[worker])  # it has left the pause before this rank
+            # That worker has left the pause, before the worker on this rank.
+            self.announced.append(self.workers[worker])
             return False
         if header.flags & protocol.ADD:
             raise ProtocolError(
@@ -294,7 +295,8 @@ class Server:
                 for _, push in action.pushes:
                     self.link.pool.give(push.buffer)
             elif isinstance(action, Apply):
-                if model.gate.mode_at(action.clock).holds:  # otherwise it is part of "serve push"
+                # In other modes, the update is part of the operation "serve push" in the log.
+                if model.gate.mode_at(action.clock).holds:
                     self.link.trail.begin("apply", None, model.name, action.clock, False)
                 model.apply(action, self.workers)
                 if self.copies is not None:
@@ -306,7 +308,7 @@ class Server:
             else:
                 held = time.monotonic_ns() - action.item.since
                 answer = (model, action.worker, action.item, action.gap, held)
-                if action.item.box is not None:  # its worker looks for it all the time
+                if action.item.box is not None:  # in shared memory, where the worker polls for it
                     self._write(*answer)
                 elif self.copies is not None and self.copies.answered_later(model, answer):
                     pass
@@ -405,10 +407,14 @@ class Server:
         with self.link.doing("serve pause"):
             call(tags[0])
         self.in_pause = False
-        self.load.busy_seconds -= time.perf_counter() - began  # `poll` counts it
+        # `poll` will add the time of the pause, which is no work of the server.
+        self.load.busy_seconds -= time.perf_counter() - began
 
     def forget(self, name: str) -> None:
-        """Free the memory of a model. Its number is not used again, as messages have numbers."""
+        """Free the memory of a removed model. No later model gets its number.
+
+        Messages name models by number, so a late message for this model raises an error.
+        """
         number = [model.name for model in self.models].index(name)
         self.models[number].remove()
         self.doors.close(number)

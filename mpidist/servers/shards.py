@@ -85,7 +85,8 @@ def _initial_rows(out: np.ndarray, tensor: Tensor, server: int, init, seed: int)
     width = max(1, tensor.width)
     mine, step = out.reshape(-1, width), max(1, _TILE // width) * len(tensor.dealt)
     some, done = np.empty((step, width), out.dtype), 0
-    for start in range(0, tensor.shape[0], step):  # a multiple of the period of the turns
+    # Each block of `step` rows has whole periods of the turns in which servers get rows.
+    for start in range(0, tensor.shape[0], step):
         rows = some[: tensor.shape[0] - start]
         initial(rows.reshape(-1), tensor.name, start * width, init, seed)
         taken = rows[dealt_to(server, len(rows), tensor.dealt)]
@@ -184,7 +185,7 @@ class ServerShard:
         return array.reshape(-1, self.layout.tensors[part.piece.tensor].width)
 
     def values(self, part: ShardPart, arrays: Mapping | None = None) -> np.ndarray:
-        """Return the values of a part: some rows, or the whole piece, which may end in a row."""
+        """Return the values of a part: some rows, or the whole piece, which may be cut in a row."""
         if part.rows is None:
             return (self.parameters if arrays is None else arrays)[self.key(part)]
         return self.rows_of(part, arrays)[part.local_rows(self.layout)]
@@ -250,7 +251,10 @@ class ServerShard:
         return self._sum, weight
 
     def weighed(self, pushes: Sequence, weight: float) -> tuple[Sequence, float]:
-        """Return pushes with their shares, and what the optimizer itself takes as weight."""
+        """Return the pushes with their shares, and the weight to pass to the optimizer.
+
+        If the optimizer has no argument for a weight, the shares are multiplied by it instead.
+        """
         if weight == 0 or not self._weighs:
             return [(share * weight, parts) for share, parts in pushes], 1.0
         return pushes, weight

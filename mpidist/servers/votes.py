@@ -90,7 +90,8 @@ class Votes:
     def settle(self, model: int, clocks: int) -> Actions:
         """Return the unapplied updates of the first `clocks` clocks; forget all other updates.
 
-        At least one server has applied these clocks, so all servers have voted for them.
+        Called after a death. At least one server has applied these clocks, so all servers have
+        voted for them, and have their pushes.
         """
         due = [each for each in self._due.pop(model, ()) if isinstance(each, Apply)]
         return [each for each in due if each.clock < clocks]
