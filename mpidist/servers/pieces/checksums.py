@@ -7,7 +7,7 @@
 
 The checksum is `zlib.crc32`. The CRC-32C of network cards would need a further package, and both
 find every change of up to 32 bits in a row. Memory that ranks of one host share is not checked: no
-message is sent, and bits could change there as in the arrays of the model. Messages of a few words
+message is sent, and this memory is as safe as that of the model's arrays. Messages of a few words
 (decisions, votes, notices and norms) are not checked.
 """
 
@@ -58,7 +58,10 @@ class Checksums:
         self._link.send(words, 8, dest, tag + SUMS)
 
     def check(self, buffer: np.ndarray, header: Any, source: int, tag: int) -> None:
-        """Raise ProtocolError if a message has changed on the way. `tag` is its absolute tag."""
+        """Raise ProtocolError if a message has changed on the way.
+
+        `tag` is the message's MPI tag, which contains the first tag of the group.
+        """
         given = _SUM.unpack_from(buffer.data, _AT)[0]
         found = _crc32(buffer[CHECKED_FROM : header.total])
         if found == given:

@@ -36,15 +36,15 @@ class CollectedPush:
     nbytes : int
         The bytes of the data of a whole message.
     has_room : callable
-        ``has_room(nbytes)`` returns whether the server has memory for so many bytes now. Before
-        that, no piece is received.
+        ``has_room(nbytes)`` returns whether the server has memory for so many bytes now. While it
+        returns false, no piece is received.
     model : str, optional
         The name of the model, for error texts.
 
     Attributes
     ----------
     header : Header
-        The header of a whole message.
+        The header that the push would have if it were sent in one message.
     buffer : ndarray of uint8
         The whole message once `test` returns true.
     """
@@ -97,7 +97,7 @@ class Arrivals(dict):
         return sum(message.buffer.size for message in self.values())
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a push in pieces may begin to arrive; one push always may."""
+        """Whether the pieces of another push may be received now; the first push always may."""
         alone = not any(getattr(message, "arrives", False) for message in self.values())
         return alone or self.nbytes + nbytes <= capacity.ROOM_BYTES
 

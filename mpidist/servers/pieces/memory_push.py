@@ -4,12 +4,12 @@
 
     gradients of the worker    | 0 | 1 | 2 | 3 | ...      the worker sends their addresses
                                      |                    the kernel copies, see `cross_memory`
-    memory for one piece            | 1 |                 the server adds it to the parameters
+    memory for one piece            | 1 |                 the server updates these parameters
 
 The worker waits in its call until the server has answered, so the gradients do not change. When the
 message has arrived, the server can apply the push without further messages, and even while the
-worker's process is stopped. If the server answers before it applies the push, it copies the push
-first.
+worker's process is stopped. If the server must answer before it applies the push, it copies the
+push first, because the worker may then change its gradients.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class MemoryPush(PushStream):
     Attributes
     ----------
     readers : list of memoryview
-        The lines in which `use` counts the pieces that a worker may copy now.
+        The lines of counters (see `node_share`) in which `use` counts the pieces of new parameters
+        that a worker may copy now.
     """
 
     by_messages = False
@@ -89,7 +90,7 @@ class MemoryPush(PushStream):
         return self._buffer[: piece.nbytes]
 
     def use(self) -> None:
-        """Release the memory of the oldest piece, whose parameters are updated."""
+        """Release the memory of the oldest piece, after the update of its parameters."""
         self._used += 1
         for line in self.readers:
             line[READY] += 1
@@ -117,7 +118,7 @@ def addresses_of(
 ) -> np.ndarray | None:
     """Return the addresses at which the server's part of each gradient begins.
 
-    Returns None if the kernel cannot read them, such as memory that is pinned for a GPU.
+    Returns None if the kernel cannot read the gradients, as in memory that is pinned for a GPU.
     """
     found = []
     for (tensor, start, stop), _ in shard.parts:

@@ -3,11 +3,11 @@
 ::
 
     receives     | 0 | 1 | 2 | 3 |          the receives of `WINDOW` pieces are posted ahead
-    sends        | 0 | 1 | 2 | 3 |          a piece is sent from memory that must not change, or
-                                            from a buffer of the pool; after the send, the buffer
-                                            goes back to the pool
+    sends        | 0 | 1 | 2 | 3 |          a piece is sent from memory that nobody changes during
+                                            the send, or from a buffer of the pool, which goes back
+                                            to the pool after the send
 
-After an exception the link keeps these objects, because MPI may still use the memory.
+After an exception the link keeps these objects, because MPI may still use their memory.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class PieceReceives:
 
 
 class PieceSends:
-    """Sends pieces with one tag."""
+    """Sends pieces of pushes, or of answers, with one message tag."""
 
     def __init__(self, link: Link, tag: int):
         self.link, self._tag = link, link.tag + tag
@@ -125,7 +125,7 @@ class PieceSends:
             self._sends.append((request, memory if pooled and k == len(ranks) else None))
 
     def reap(self) -> bool:
-        """Return whether all pieces have been sent."""
+        """Give buffers of completed sends back to the pool; return whether all are complete."""
         sends = self._sends
         while sends and test_one(sends[0][0], self._status):
             memory = sends.popleft()[1]

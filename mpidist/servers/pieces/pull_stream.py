@@ -50,7 +50,7 @@ class PulledVersion:
         return self._copy(number), True
 
     def leave(self) -> None:
-        """Call this when a worker has got this version; the last call frees the copies."""
+        """Record that one worker has got all of this version; the last call frees the copies."""
         self.users -= 1
         if not self.users:
             for copy in self._saved.values():
@@ -68,7 +68,7 @@ class PulledVersion:
 
 
 class PullStream:
-    """The answer to one pull in pieces from number `first` on; at most `WINDOW` are on the way.
+    """The answer to one pull: pieces from number `first` on, at most `WINDOW` of them on the way.
 
     Attributes
     ----------
