@@ -23,7 +23,7 @@ from .shard_ranges import are_shared, scalars_of
 class Held:
     """The shard and the copy of one server when a death has ended its group, and their state.
 
-    Workers have numbers that never change.
+    The numbers of workers stay the same after a death.
 
     Attributes
     ----------

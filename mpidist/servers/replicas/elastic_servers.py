@@ -25,7 +25,8 @@ class ElasticServerGroup(ServerGroup):
     moved : int
         How often the servers have got other shares.
     prepared : Prepared or None
-        What this rank has from the next such change on, which no rank may have made yet.
+        While the shares change: what this rank will use when the change is committed. After a
+        death, some ranks may have committed the change, and others not.
     """
 
     moved = 0
@@ -34,9 +35,9 @@ class ElasticServerGroup(ServerGroup):
     def vote(self, copies: bool = False, shares: Sequence[float] | None = None) -> None:
         """Let servers apply the pushes of a clock only when all servers have them; see `votes`.
 
-        With `copies`, each server also keeps a copy of the shards of the one before (`replicas`),
-        which is equal after `fill_copies`. `shares` are those of the servers, in their order, with
-        a sum of 1. Collective over `comm`, before the first `add`.
+        With `copies`, each server also keeps copies of the previous server's shards; `fill_copies`
+        makes them equal to the shards. `shares` has the share of each server, in the order of the
+        servers; their sum is 1. Collective over `comm`, before the first `add`.
         """
         self.shares = self.shares if shares is None else list(shares)
         self.replicated = copies and len(self.server_ranks) > 1

@@ -1,13 +1,13 @@
-"""Other shares in an elastic run: new parts are made beside the old ones, so a death loses nothing.
+"""Change the servers' shares in an elastic run, so that a death during the change loses nothing.
 
     all ranks    agree on the new shares, as in `balance.change_shares`
-    servers      make new shards and new copies, and fill them from the old ones, which stay
-    all ranks    prepared: each of them remembers what it has from the commit on
-    all ranks    know that all are prepared, and commit
+    servers      make new shards and new copies, and fill them from the old ones, which they keep
+    all ranks    are prepared: each rank stores the shares, and its new shards, for the commit
+    all ranks    learn that all ranks are prepared, and commit: they use the new shards
 
-If a rank dies before any rank has passed the commit, the old parts are used. If some ranks have
-passed it, all living ranks are prepared, and pass it in the repair: `ElasticServerGroup.moved`
-counts the commits, and tells who has passed.
+If a rank dies before any rank has committed, the living ranks continue with the old shards. If some
+ranks have committed, all living ranks are prepared, and the others commit in the repair after the
+death. `ElasticServerGroup.moved` counts the commits of a rank, so the ranks see who has committed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .shard_ranges import scalars_of, set_scalars
 
 
 class Prepared(NamedTuple):
-    """What a rank has from its commit on: shares, and as a server (shard, copy) of each model."""
+    """What a rank uses after its commit: shares, and on a server (shard, copy) of each model."""
 
     shares: list[float]
     parts: dict[str, tuple[ServerShard, ServerShard | None]]
@@ -83,7 +83,7 @@ def _check_quiet(server: Server) -> None:
     waits = server.votes is not None and server.votes.pending
     if waits or (server.copies is not None and server.copies.behind):
         raise ProtocolError(
-            f"{DOING}: pushes are not applied on all servers yet; workers pull after each push"
+            f"{DOING}: pushes are not applied on all servers yet; let workers pull after each push"
         )
 
 

@@ -1,7 +1,7 @@
 """After a death, send shards to their new owners, and pushes to servers that do not have them.
 
 All sends and receives are posted before the first wait, so no order of ranks can deadlock. Servers
-receive into new memory. So if another rank dies during this, each rank still has its old shards.
+receive into new memory. So if another rank dies meanwhile, each rank still has its old shards.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Messages:
             self.requests.append(call([raw[start:stop], MPI.BYTE], rank, self._tag))
 
     def wait(self) -> None:
-        """Wait for all of them. Raises RankFailure if a rank has died."""
+        """Wait for all sends and receives. Raises RankFailure if a rank has died."""
         wait_for(self.requests, *self.memory)
 
 
@@ -65,7 +65,7 @@ def move_shards(
     (old_layout, giving), (new_layout, filling) = old, new
     me = messages.comm.rank
     for source, target, i, j in moves:
-        # Straight from the old arrays into the new ones, which nobody uses yet.
+        # Data go from the old arrays directly into the new ones, which nobody uses yet.
         given = shared_ranges(giving[i], new_layout, j) if me == source else ()
         wanted = shared_ranges(filling[j], old_layout, i) if me == target else ()
         if source == target:

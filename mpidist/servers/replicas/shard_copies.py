@@ -1,18 +1,18 @@
-"""The copy of another server's shard on a server, and the messages that keep copies equal.
+"""Each server keeps a copy of the previous server's shard, and makes the same updates in it.
 
-    server 0      holds shard 0 and a copy of shard 2        each server forwards the gradient of
-    server 1      holds shard 1 and a copy of shard 0        each update, which is merged already,
-    server 2      holds shard 2 and a copy of shard 1        to the next one
+    server 0      holds shard 0 and a copy of shard 2        for each update, a server sends the
+    server 1      holds shard 1 and a copy of shard 0        merged gradient of all workers to the
+    server 2      holds shard 2 and a copy of shard 1        next server
 
     BSP, SSP(0)   pushes of all workers | forward ->  the next server has it | vote -> ... apply
     ASP, SSP(s)   push | forward, apply ->            apply the same | acknowledge -> answer
 
-A server makes the same updates in its copy, in the same order. So the copy has the same bits as the
-shard, also in the optimizer state (if both servers have the same kind of processor). If servers
-vote, a server votes when it has all pushes of a clock for its shard and the forwarded gradient for
-its copy. It updates both when all other servers have voted. So a clock is applied to all shards and
-copies or to none, and waiting costs only the time of a message. In modes in which a push is applied
-at once, its worker gets the answer when the next server has the push, too.
+A copy gets the updates of its shard in the same order. So the copy has the same bits as the shard,
+also in the optimizer state (if both servers have the same kind of processor). If servers vote
+(`votes`), a server votes when it has all pushes of a clock for its shard and the forwarded gradient
+for its copy. It updates both when all other servers have voted. So a clock is applied to all shards
+and copies or to none, and an update waits only as long as a message takes. In modes in which a push
+is applied at once, its worker gets the answer when the next server has the push, too.
 """
 
 from __future__ import annotations

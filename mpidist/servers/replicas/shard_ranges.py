@@ -81,7 +81,9 @@ def set_scalars(shard: ServerShard, scalars: dict[str, str]) -> None:
 
 
 def _tables(shard: ServerShard) -> tuple[list[dict], dict[str, np.ndarray]]:
-    """Return (tensor -> (start, array)) for parameters and each optimizer slot, and the scalars."""
+    """Return dicts (tensor -> (start, array)), for the parameters and for each kind of optimizer
+    state, and a dict of the optimizer's scalars.
+    """
     held = shard.export()
     lists = [held["parameters"], *(held["optimizer"][slot] for slot in sorted(held["optimizer"]))]
     tables = [{name: (start, array) for name, start, array in triples} for triples in lists]
