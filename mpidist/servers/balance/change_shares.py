@@ -49,9 +49,10 @@ class AskedShares(NamedTuple):
 class ModelState(NamedTuple):
     """The state of one model that a new server needs.
 
-    `ages` has, for each worker, how many updates were made since its newest pull. `gate` has the
-    attributes of the first server's gate. `scalars` has the scalars of the first server's optimizer
-    state, by their paths.
+    `slots` has the kinds of arrays of each tensor, see `moved_arrays`. `ages` has, for each worker,
+    how many updates were made since its newest pull. `gate` has the attributes of the first
+    server's `ConsistencyGate`. `changes` has the model's changes of mode and optimizer so far.
+    `scalars` has the scalars of the first server's optimizer state, by their paths.
     """
 
     slots: dict[int, list]
@@ -123,7 +124,7 @@ def tell_clients(
     layouts: Mapping[str, ServerLayout],
     shared: Mapping[str, tuple[NodeShare | None, str]],
 ) -> None:
-    """Let the clients of this rank use the new layouts, and what ranks of this host share."""
+    """Let the clients of this rank use the new layouts, and the new shared memory of this host."""
     for client in members.clients:
         if not client.removed:
             name = client.name
@@ -323,9 +324,10 @@ def _check_memory(
     servers: Sequence[int],
     members: Members,
 ) -> None:
-    """Raise ConfigError if a host lacks memory for what its servers get, and more.
+    """Raise ConfigError if the servers of a host need more memory than the host has.
 
-    In an elastic run, all new parts are made beside the old ones.
+    A server needs memory for the elements that it gets, for one more array at a time, and for new
+    shared memory. In an elastic run, it needs memory for all new parts beside the old ones.
     """
     kinds, needs = max((len(slots) for slots in state.slots.values()), default=1), []
     for index, (rank, (host, free)) in enumerate(zip(servers, nodes, strict=True)):
@@ -335,7 +337,7 @@ def _check_memory(
             for tensor, start, stop in new.pieces[index]
         ]
         more = kinds * max(0, sum(sizes) - before) + max(sizes, default=0)
-        more += sum(sizes)  # memory that ranks of a host share, beside that of the old layout
+        more += sum(sizes)  # the new shared memory, beside that of the old layout
         if members.elastic:
             more = kinds * (sum(sizes) + new.bytes_of(index - 1) * members.copied)
         needs.append((rank, host, more, free))

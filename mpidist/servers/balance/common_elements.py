@@ -1,4 +1,4 @@
-"""Find the elements of a tensor that a server holds in one layout and a server in another layout.
+"""When a model gets a new layout, find which elements each server gets from each server.
 
     old   server 0 | 0 1 2 3 4 5 6 7 | server 1 | 8 9 10 11 |
     new   server 0 | 0 1 2 3 4 5 |     server 1 | 6 7 8 9 10 11 |      only 6 and 7 change owner
@@ -28,7 +28,7 @@ class Common(NamedTuple):
     width: int = 0
 
     def table(self, array: np.ndarray) -> np.ndarray:
-        """Return the view of a piece's array to which the indices apply."""
+        """Return a piece's array in the shape to which the indices apply."""
         return array.reshape(-1, self.width) if self.width else array
 
 

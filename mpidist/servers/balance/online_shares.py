@@ -66,10 +66,11 @@ class OnlineShares:
         Raises
         ------
         ConfigError
-            On all ranks, and the group goes on as before: shares that are no shares, a server that
-            does not exist, in an elastic run of `md.train` other servers or a share of 0, a model
-            with an open table, an optimizer whose state is
-            not one array like each parameter and scalars, too little memory.
+            On all ranks, and the group can go on as before. A share is not a finite number of at
+            least 0, a server does not exist, or there is too little memory. Or a model has an open
+            table, or an optimizer whose state contains other arrays than one of the same shape for
+            each parameter, and scalars. Or, in an elastic run of `md.train`, the call names other
+            servers or a share of 0.
         MismatchError
             On all ranks, and the group can go on as before. The arguments differ between workers.
         ProtocolError

@@ -27,7 +27,7 @@ _BUSY = 0.02
 
 
 class BusySince(NamedTuple):
-    """The busy seconds and pushes of a server until a time; `since` returns their differences."""
+    """A server's busy seconds and pushes up to the time `seconds`, or between two such times."""
 
     busy: float = 0.0
     pushes: int = 0

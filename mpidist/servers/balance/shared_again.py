@@ -1,4 +1,4 @@
-"""Shared memory for the models of a group whose servers have other shares, or are others."""
+"""Give all models new shared memory on each host, after servers or their shares have changed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def share_again(
     layouts: Mapping[str, ServerLayout],
     piece_bytes: Mapping[str, int],
 ) -> dict[str, tuple[NodeShare | None, str]]:
-    """Move all models into new shared memory, if there is some. Collective over the group.
+    """Move the parameters into new shared memory, where ranks share memory. Collective.
 
-    Called in a pause, when each server has what it holds in the new layouts. The memory of the old
-    layouts is freed when the clients use the new one.
+    Called in a pause, when each server already has its parts of the new layouts. The memory of the
+    old layouts is freed when the clients use the new memory.
 
     Returns, for each model, what the ranks of this host share, or None and the reason.
 
