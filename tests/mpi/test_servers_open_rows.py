@@ -201,11 +201,11 @@ def test_wrong_calls_are_refused_and_the_servers_live_on(comm):
         one = {"e": ([1], np.ones((1, WIDTH)))}
         if group.workers.rank == 0:
             for call, text in [
-                (client.pull, r"pull 'e': a table of open rows has no whole; give keys, as what="),
-                (lambda: client.pull("e"), "has no whole"),
-                (lambda: client.pull(out={"e": np.ones((2, WIDTH))}), "has no whole"),
-                (lambda: client.push_pull(one), "has no whole"),
-                (lambda: client.push({"e": np.ones((1, WIDTH))}), "push 'e': a table of open rows"),
+                (client.pull, r"pull 'e': an open table has no fixed rows; give keys, as what="),
+                (lambda: client.pull("e"), "has no fixed rows"),
+                (lambda: client.pull(out={"e": np.ones((2, WIDTH))}), "has no fixed rows"),
+                (lambda: client.push_pull(one), "has no fixed rows"),
+                (lambda: client.push({"e": np.ones((1, WIDTH))}), "push 'e': an open table has no"),
                 (lambda: client.pull({"e": [1.5]}), "expected a 1-D integer array"),
                 (lambda: client.pull({"e": [[1]]}), "expected a 1-D integer array"),
                 (lambda: client.push({"e": ([1], np.ones((2, WIDTH)))}), "gradient is float64 of"),

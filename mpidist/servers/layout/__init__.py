@@ -1,4 +1,4 @@
 """The layout of a model: which server holds which part, and how messages list parts.
 
-The room also chooses the ranks of servers and workers, and checks the memory of the servers.
+This folder also chooses the ranks of servers and workers, and checks the memory of the servers.
 """

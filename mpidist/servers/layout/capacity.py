@@ -18,11 +18,12 @@ def needed(
     pulled: bool = False,
     ahead: int | None = None,
 ) -> int:
-    """Return how many bytes a server allocates at most if it holds `shard` bytes of a model.
+    """Return how many bytes a server needs for a model if it holds `shard` bytes of parameters.
 
-    The sum counts the parameters, the optimizer state, one sum of gradients, the pushes that the
-    server holds (one per worker in modes in which workers wait for each other), and the answers
-    that are being sent. With `pulled`, it also counts a copy of the parameters for each worker.
+    The sum counts the parameters, the optimizer state (`copies` times the parameters), one sum of
+    gradients, the pushes that the server holds (one per worker in modes in which workers wait for
+    each other), and the answers that are being sent. With `pulled`, it also counts a copy of the
+    parameters for each worker.
 
     If the server answers each piece of a push immediately, `ahead` has the bytes of a worker's
     pieces that are on the way, and no whole push is counted. A server needs more memory than this

@@ -136,9 +136,9 @@ def ranks_and_shares(
 ) -> tuple[list[int], list[int], list[float]]:
     """Return the ranks of the servers and of the workers, and the share of each server.
 
-    The shares have any sum. `servers` is as `ranks_asked` returns it. ``hosts()`` returns the host
-    of each rank, which "auto" needs; it balances the traffic of the `workers`, by default those
-    that are returned. Raises as `choose_ranks`.
+    The shares may have any sum. `servers` is as `ranks_asked` returns it. ``hosts()`` returns the
+    host of each rank, which is needed for "auto". The shares of "auto" balance the traffic of
+    `workers`, by default of the workers that this function returns. Raises as `choose_ranks`.
     """
     if servers == AUTO:
         if workers is None:

@@ -18,7 +18,7 @@ from ..rows.key_values import owners
 from .placement import Piece, ServerLayout
 
 _ALIGN = 8
-# The views of at most this many buffers are kept, and only if the buffers have at most this size.
+# A `WholeShard` keeps the views of at most `_KEPT` buffers, each of at most `_SMALL` bytes.
 _SMALL, _KEPT = 64 << 10, 16
 
 
@@ -88,7 +88,10 @@ def has_all(layout: ServerLayout, named: Mapping) -> bool:
 def part_of(
     layout: ServerLayout, part: ShardPart, rows, flat: np.ndarray
 ) -> tuple[np.ndarray, Any]:
-    """Return a view of `flat`, which has the `rows`, and the index that selects `part` in it."""
+    """Return the values `flat` of some `rows` of a tensor as rows, and the index of `part` in them.
+
+    `rows` is None if `flat` has the whole tensor; then it is returned as a 1-D array.
+    """
     if rows is None:
         return flat, slice(part.piece.start, part.piece.stop)
     width = layout.tensors[part.piece.tensor].width
@@ -147,7 +150,7 @@ def views(
 
 
 class WholeParts(list):
-    """The parts of a message with all pieces of one server, in memory that is used again.
+    """The parts of a message with all pieces of one server, in a buffer for several messages.
 
     `gradients` has the same arrays as a dict, once `ServerShard.merge` has made it.
     """
@@ -194,7 +197,10 @@ class WholeShard:
     def kept_views(
         self, buffer: np.ndarray, offset: int
     ) -> list[tuple[ShardPart, np.ndarray]] | WholeParts:
-        """Return `views` of a buffer of a `MessagePool`; views of small buffers are kept."""
+        """Return `views` of a buffer of a `MessagePool`.
+
+        Views of small buffers are kept, for the next message in the same buffer.
+        """
         memory = buffer.base
         if memory is None or memory.nbytes > _SMALL:
             return self.views(buffer, offset)
@@ -202,7 +208,7 @@ class WholeShard:
         if kept is None or buffer.size < offset + self.nbytes:
             if len(self._kept) == _KEPT:
                 self._kept.clear()
-            # With the memory itself, so that no other array gets its id.
+            # Kept with the memory itself, so that no other array gets the same id.
             kept = memory, WholeParts(self.views(buffer, offset))
             self._kept[id(memory), offset] = kept
         return kept[1]

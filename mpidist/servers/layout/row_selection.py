@@ -88,7 +88,7 @@ class Selection:
         if rows is None and tensor.open is not None:
             form = "what={%r: keys}" if call == "pull" else "{%r: (keys, values)}"
             raise ConfigError(
-                f"{call} {name!r}: a table of open rows has no whole; give keys, as {form % name}"
+                f"{call} {name!r}: an open table has no fixed rows; give keys, as {form % name}"
             )
         return tensor
 

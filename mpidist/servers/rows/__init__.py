@@ -2,5 +2,5 @@
 
 A push or a pull may name rows of a tensor. The servers then read, update and send only these rows,
 so the cost does not grow with the size of the table. `layout` decides how rows are divided between
-servers, and the other rooms of `servers` carry the messages.
+servers, and the folder `wire` sends the messages.
 """

@@ -127,12 +127,12 @@ class KeySlots:
 
 
 class KeyRows:
-    """Places for the rows of some keys, and arrays with an entry for each place.
+    """A place (an index) for each of some keys, and arrays with an entry for each place.
 
     Attributes
     ----------
     keys : ndarray of int64
-        The key of each place; without a meaning if `live` is false.
+        The key of each place; without a meaning where `live` is false.
     live : ndarray of bool
         Which places have a key.
     columns : dict of str to ndarray
@@ -173,7 +173,7 @@ class KeyRows:
         return max(64, need, min(2 * self.capacity, need + need // 2)) * (need > self.capacity)
 
     def add(self, keys: np.ndarray) -> np.ndarray:
-        """Add distinct new keys; return their places. The entries there have old values."""
+        """Add distinct new keys; return their places. The arrays may have old values there."""
         if capacity := self.short_of(len(keys)):
             self.resize(capacity)
         old = min(len(keys), len(self._free))

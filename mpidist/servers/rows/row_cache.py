@@ -38,7 +38,12 @@ from .key_slots import KeyRows
 
 
 class CachedTable:
-    """The cached rows of one table: their values, and the clocks that say how old they are."""
+    """The cached rows of one table: their values, and the clocks that say how old they are.
+
+    For each row there are four columns. ``values``: the row. ``has``: the row has all updates of
+    all workers before this clock. ``came``: the worker's clock when it fetched the row. ``used``:
+    the number of the newest call in which the row was used.
+    """
 
     def __init__(self, tensor: Tensor, most: int):
         self.tensor, self.most = tensor, most

@@ -54,7 +54,7 @@ def _policy(rows, spread: str) -> RowPolicy:
 
 
 def _check_open(model: str, name: str, shape: tuple, rows) -> None:
-    """Raise ConfigError if a table without a number of rows is not open, or one with it is open."""
+    """Raise ConfigError unless a table is open exactly if its shape has no number of rows."""
     is_open = rows == "open" or isinstance(rows, OpenRows)
     if is_open != (shape[:1] == (None,)):
         given = "open" if is_open else repr(rows)

@@ -1,9 +1,10 @@
 """Models without an optimizer: pushed values are added to the present values, or replace them.
 
-values      10  20  30                    update="add"       update="assign"
-worker 0     1   .   1    pushed in a     12  20  31         3   20   1
-worker 1     1   .   .    clock, BSP
-(rows)       3 replaces 1 in the first, because worker 1 comes after worker 0
+three rows of one value            10  20  30
+worker 0 pushes, in a clock (BSP)   1   .   1
+worker 1 pushes, in the same clock  3   .   .
+after update="add"                 14  20  31
+after update="assign"               3  20   1     worker 1 comes after worker 0, so 3 counts
 """
 
 from __future__ import annotations
