@@ -97,7 +97,7 @@ class AgreedChanges:
                 f"{self._where(clock)}: rank {ranks[worker]} asks for {_told(text)}, rank "
                 f"{ranks[min(asked.workers)]} for {_told(asked.text)}; {_SAME}"
             )
-        if worker < min(asked.workers):  # all servers use the object of the same worker
+        if worker < min(asked.workers):  # all servers use the message of the same worker
             asked.text = text
         asked.workers.add(worker)
 

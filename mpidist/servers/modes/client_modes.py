@@ -53,7 +53,8 @@ class ClientModes:
         reason = f"optimizer {kind} updates whole tensors"
         if asked.clip_norm is not None:
             reason = "clip_norm needs whole gradients"
-        #: Why servers wait for whole pushes, in all modes, and outside BSP; empty if they do not.
+        #: Two texts: why servers wait for whole pushes in all modes, and why outside BSP. A text is
+        #: empty if servers need not wait.
         self.why = ("" if self._streams else reason, str(asked.stale) if corrects else "")
         self._changed = -1  # the clock of the newest change of the optimizer
         self._starts, self._modes = [0], [asked.consistency]
@@ -132,7 +133,10 @@ class ClientModes:
 
 
 def refuse_in_elastic_runs(name: str, votes: bool, what: str) -> None:
-    """Raise ConfigError in an elastic run, because after a death it would use the first mode."""
+    """Raise ConfigError in an elastic run, whose mode and optimizer must not change.
+
+    After a death, the run would continue with the first mode and the first optimizer.
+    """
     if votes or ulfm.current is not None:
         raise ConfigError(
             f"client {name!r}: the {what} cannot change in an elastic run, which would go on after "

@@ -1,4 +1,4 @@
-"""One model on one server: its shard, the clocks of the workers, and the updates by its mode."""
+"""One model on one server: its shard, the clocks of the workers, and how it makes updates."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ class Pull(NamedTuple):
 
     parts: Sequence[ShardPart]
     since: int  # when the pull arrived, in monotonic nanoseconds
-    queue: int
-    operation: list
-    pieces: int = 0  # PIECES: all parameters follow the header; STREAM: the worker copies them
+    queue: int  # how many workers' messages waited when the server received the pull
+    operation: list  # the record of the pull in `Link.trail`
+    # PIECES: all parameters follow the header; STREAM: the worker copies them from shared memory
+    pieces: int = 0
     box: Any = None  # the `MailBox` of the worker, if the answer is written there
 
 
@@ -206,7 +207,7 @@ class Hosted:
         """Return (share in the mean, parts) of each push."""
         if self.table is not None:
             return [(float(push.samples != 0), push.parts) for _, push in action.pushes]
-        if len(action.pushes) == 1:  # the usual way takes 2 us
+        if len(action.pushes) == 1:  # faster than the code below, which takes 2 us
             ((_, push),) = action.pushes
             return [(1.0 if push.samples else 0.0, push.parts)]
         self._check_samples(action)
@@ -242,7 +243,10 @@ class Hosted:
         self.gate.change(mode, clock)
 
     def remove(self) -> None:
-        """Free the memory, but keep the counts. A new model may have the same name."""
+        """Free the model's memory, but keep its counts for the report.
+
+        A new model may have the same name.
+        """
         self.removed = self.facts()
         self.name = f"{self.name} (removed)"
         layout = ServerLayout((), ((),) * len(self.shard.layout.pieces), self.shard.layout.shares)

@@ -17,7 +17,7 @@ from ..shards import ServerShard, state_leaves
 
 
 def change_optimizer(shard: ServerShard, text: bytes) -> None:
-    """Let a shard use the optimizer of a message. One of the same kind goes on with the state."""
+    """Let a shard use the optimizer of a message; if its kind is the same, the state stays."""
     optimizer = decode_optimizer(text)
     if _kind(optimizer) != _kind(shard.optimizer):
         shard.state = shard.fresh_state(optimizer)
@@ -34,7 +34,8 @@ def _kind(optimizer: Any) -> tuple:
 def encode_optimizer(model: str, layout: ServerLayout, optimizer: Any) -> bytes:
     """Return the message that changes the optimizer, or raise ConfigError if it is not possible.
 
-    A server that only serves has no such object of its own, so it gets a copy.
+    The message contains a pickled copy, because the program of a dedicated server has no such
+    object.
     """
     check_server_optimizer(model, optimizer)
     lazy = [tensor.name for tensor in layout.tensors if tensor.lazy]
@@ -79,7 +80,10 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 
 def agreed_part(text: bytes) -> dict[str, Any]:
-    """Return what must be equal for all workers: no pickled bytes, no text with addresses."""
+    """Return the part of a message that must be equal for all workers.
+
+    Pickled bytes, and texts that may contain addresses of memory, are left out.
+    """
     found = json.loads(text)
     for name in ("pickled", "told"):
         found.pop(name, None)
