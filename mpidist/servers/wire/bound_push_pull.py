@@ -45,7 +45,7 @@ def finite_test(view: np.ndarray) -> Callable[[], bool]:
 
 
 class BoundExchange:
-    """The messages to one server and back, in memory that is used again."""
+    """The request to one server and its answer, in two buffers that each call uses again."""
 
     by_messages = True
 

@@ -1,4 +1,4 @@
-"""A server's update from gradients in memory that is used again, with all arrays looked up once.
+"""A faster update for gradients that are in the same memory as before: arrays are looked up once.
 
 Gradients are often in the same memory as before: the shared memory of a worker of this host, a
 buffer of the pool, or the sum of all pushes of a clock. In a small model, looking up the arrays of
@@ -46,7 +46,7 @@ class BoundGradients(dict):
         self._arrays = list(shard.parameters.values())
         update = shard.optimizer.update
         bind = getattr(update, "bind", None)
-        # `functools.wraps` copies the attribute to functions that do more than `update`.
+        # `functools.wraps` copies the attribute `bind` to functions that do more than `update`.
         own = getattr(bind, "of", None) is update
         if bind is not None and own and self.keys() == shard.parameters.keys():
             self._again = bind(self, shard.state, shard.parameters)

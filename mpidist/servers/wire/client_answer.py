@@ -1,4 +1,4 @@
-"""The data of one call of a worker to all servers, and the answer of one server.
+"""What a worker's push, pull or push_pull asks of the servers, and the answer of one server.
 
 An answer is one message, or a header and pieces. `ServerAnswer` has the same methods for both.
 """
@@ -19,11 +19,12 @@ from .node_stream import NodeClientStream
 
 
 class ServerCall(NamedTuple):
-    """One call to all servers.
+    """The arguments of one push, pull or push_pull of a worker, for its requests to all servers.
 
     Attributes
     ----------
     flags : int
+        What the requests ask for: PUSH, CLOCK and PULL of `protocol`.
     wanted : mapping
         The wanted tensors: name -> rows, or None for all rows.
     flat : mapping

@@ -152,7 +152,7 @@ class ClientRequests:
         `pull` is None for all that the server holds. `pushes` or `pull` are PIECES or STREAM if the
         data are sent in pieces of their own, or are in shared memory; `pushes` is an array of the
         addresses of gradients that the server reads in the memory of this rank. The message belongs
-        to the clock `ahead` of this one.
+        to the clock that is `ahead` clocks after the present one.
 
         Returns the record of this message in `Link.trail` (the requests sent and served); the
         record is marked as open (unfinished) if the message asks for an answer.
@@ -240,7 +240,7 @@ class ClientRequests:
             rank = self.servers[server]
             push = CopiedPush(self.link, rank, self.layout, pieces, gradients, late)
             self.link.wait(push.handed, partial(list, (rank,)))
-            late = push.late  # a call waits for one busy server, not for each
+            late = push.late  # so a call waits for only one of several busy servers
         self.pushed = self.clock
 
     def _in_turn(self) -> Sequence[int]:
@@ -334,7 +334,7 @@ class ClientRequests:
         if isinstance(push, np.ndarray):
             count_shared(link, self.whole[server].nbytes)
         elif (push == PIECES or pair is None) and (gradients is not None or out is not None):
-            there = out if pair is None else None  # else it is copied from memory
+            there = out if pair is None else None  # else this rank copies it from shared memory
             sends = ClientStream(link, rank, self.layout, pieces, gradients, there, in_step)
         if pair is not None and out is not None:
             ring = gradients if in_step else None

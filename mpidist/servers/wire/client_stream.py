@@ -2,9 +2,12 @@
 
 ::
 
-    gradients   | 0 | 1 | 2 | 3 | 4 | ...     piece 4 is sent when answer 0 has arrived; or, if the
-    out         | 0 |                         server needs the whole push before it answers, when
-                                              piece 0 is sent. Answers come in the order of pieces
+    gradients   | 0 | 1 | 2 | 3 | 4 | ...     from the worker to the server
+    out         | 0 | 1 | ...                 from the server to the worker, in the same order
+
+At most `WINDOW` (4) pieces of the gradients are on the way. If the server updates and answers each
+piece at once, the worker sends piece 4 when it has received answer 0. Otherwise the server needs
+the whole push before it answers, and the worker sends piece 4 when MPI has sent piece 0.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from ..pieces.piece_transfers import PieceReceives, PieceSends
 from ..protocol import PIECE_DOWN, PIECE_UP
 from .wire_pieces import WirePiece, allowed
 
-#: Seconds without progress after which MPI gets all pieces of a push alone. Tests change it.
+#: If a server receives no piece of a `push` (without a pull) for so many seconds, MPI gets all
+#: other pieces at once. Tests change this number.
 LATE = 0.25
 
 
@@ -67,7 +71,10 @@ class ClientStream:
 
     @property
     def handed(self) -> bool:
-        """Whether the next server may be asked, because MPI has all pieces of a whole push."""
+        """Whether the worker may go on with the next server.
+
+        If the server answers only whole pushes, MPI must first have all pieces of this push.
+        """
         return self._in_step or self._begun == self._all
 
     def progress(self) -> bool:

@@ -1,12 +1,14 @@
-"""Actions that a model's gate has allowed, but that must wait until pieces have arrived.
+"""Updates and answers that a model's gate has allowed, but that wait for pieces of messages.
 
     due   | update of clock 7, in pieces | answer to 0 | answer to 1 | update of clock 8 | ...
 
-An update in pieces takes some time, and all later actions wait for its end. An update also waits
-until MPI has sent the answers that it sends directly from the memory of the parameters. This wait
-is short: the workers have received these answers before they send the pushes of the next update.
-Answers to pulls are copied instead (`pull_stream`), so no update waits for them. For workers that
-copy the parameters from memory, see `node_stream`.
+The gate (a `ConsistencyGate`) says which actions the consistency mode allows. From then on until
+the server has carried out an action, the action is due. An update in pieces takes some time, and
+all later actions wait for its end. An update also waits until MPI has sent the answers that it
+sends directly from the memory of the parameters. This wait is short: the workers have received
+these answers before they send the pushes of the next update. Answers to pulls are copied instead
+(`pull_stream`), so no update waits for them. For workers that copy the parameters from shared
+memory, see `node_stream`.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ from .wire_pieces import WirePiece
 
 
 class DueActions:
-    """The actions of one model that are due, in their order, and its pushes and pulls in pieces.
+    """The due actions of one model in their order, and the pushes and pulls that come in pieces.
 
     Attributes
     ----------
     in_pieces : bool
-        Whether pushes or answers may be sent in pieces. If not, no action waits.
+        Whether pushes or answers of the model may be sent in pieces. If not, no action waits.
     update : StreamedUpdate or None
         The update in pieces that is under way, or that has just ended.
     pulls : PullStreams
@@ -55,7 +57,7 @@ class DueActions:
         self._sends: PieceSends | None = None  # made for the first push in pieces
         self._readers = NodeReaders(len(self.pieces))
         self._link: Link | None = None
-        self._waiting: dict[int, MemoryPush] = {}  # of workers that wait in their call
+        self._waiting: dict[int, MemoryPush] = {}  # worker -> its push, until it is answered
         self._reading: set[int] = set()  # ranks that copy before they get their answer
 
     def __len__(self) -> int:
@@ -68,7 +70,7 @@ class DueActions:
 
     @property
     def pending(self) -> bool:
-        """Whether actions are due, or answers in pieces are being sent."""
+        """Whether the server has still to carry out actions, or to send pieces of answers."""
         sending = self._sends is not None and not self._sends.reap()
         return bool(self._actions or self.pulls or sending)
 
@@ -155,7 +157,11 @@ class DueActions:
                 push.readers.append(pair.answered)
 
     def _settle(self, action: Action) -> None:
-        """Forget pushes in the memory of workers, or copy one that is needed after an answer."""
+        """Forget the pushes of an update that lie in the memory of workers.
+
+        Before an answer, copy a push of its worker that is not applied yet: after the answer, the
+        worker may change its gradients.
+        """
         if isinstance(action, Answer):
             if (push := self._waiting.pop(action.worker, None)) is not None:
                 push.keep()

@@ -1,4 +1,4 @@
-"""A server's part in small messages through memory that it shares with workers: `node_mail`."""
+"""How a server receives and answers small messages in shared memory; `node_mail` is the worker."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MailBox(NamedTuple):
 
 
 class ServerDoor:
-    """The line of counters by which one worker of this host rings at this server."""
+    """The counters by which one worker of this host tells this server of new messages."""
 
     def __init__(self, worker: int, rank: int, pair: NodePair):
         self.worker, self.rank = worker, rank
@@ -47,7 +47,7 @@ class ServerDoor:
 
 
 class ServerDoors:
-    """All doors of a server, for all models of its group.
+    """The counters (doors) and the messages of all workers of this host, for all models.
 
     Parameters
     ----------

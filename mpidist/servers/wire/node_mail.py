@@ -82,7 +82,7 @@ def exchanges(
     for rank, shard in zip(ranks, shards, strict=True):
         exchange: Callable = partial(BoundExchange, rank, shard)
         pair = None if share is None else share.pair(link.comm.rank, rank)
-        # A server that became one later (see `balance`) has no door.
+        # A rank that became a server later (see the folder `balance`) has no such counters.
         door = None if pair is None else link.doors.pair(link.comm.rank, rank)
         if door is not None and pair is not None:
             exchange = partial(MailExchange, rank, shard, door=door, pair=pair)

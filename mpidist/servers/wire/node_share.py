@@ -45,7 +45,8 @@ _ALIGNED = 64
 class NodeRanks(NamedTuple):
     """The ranks of a group on this rank's host.
 
-    `servers` maps the ranks of servers to their numbers. `why` says why they share no memory.
+    `servers` maps the ranks of servers to their numbers. `why` says why the ranks share no memory;
+    it is empty if they may share memory.
     """
 
     topology: Topology | None = None
@@ -116,9 +117,11 @@ class NodeShare:
     Attributes
     ----------
     in_pieces : bool
-        Whether a server of this host gets pushes in pieces, which then has parameters here.
+        Whether a server of this host gets pushes in pieces. The parameters of such a server are in
+        this memory.
     cross : CrossMemory or None
-        Reads gradients in the memory of workers. `why` says why not, if it is needed.
+        Reads gradients in the memory of workers. None if no push comes in pieces, or if the kernel
+        does not allow it; then `why` says the reason.
 
     Raises
     ------

@@ -6,18 +6,19 @@
     ring, in the worker's part    | 4 | 1 | 2 | 3 |       the worker copies, the server reads
     parameters of the server  | 0 | 1 | ...               the server updates, the worker copies
 
-Under BSP the worker counts the pieces that are in the ring, and the server those that it has
-updated. No piece is sent: the server reads gradients in the ring. In the other modes it reads them
-where they are, see `memory_push`. The worker copies new parameters from the memory in which the
-server updates them. Both count the pieces that are ready to be copied, and those that are copied.
+No piece is sent. Under BSP the worker copies its gradients into a ring in shared memory, and the
+server reads them there. In the other modes the server reads them where they are, see `memory_push`.
+The worker copies new parameters from the memory in which the server updates them. Worker and server
+each have a line of counters in shared memory (see `node_share`), which count the pieces that are in
+the ring, updated, ready to be copied, and copied.
 
 The server begins the next update when all workers have copied the pieces that they may copy, so a
-worker always gets parameters of one version. If a worker copies nothing for a while, the server
-waits no longer: it says so in its line, copies the rest of this version, and sends it. The worker
-looks at that line after each piece. If the server waits no longer, the copied piece may be of two
-versions, and the worker takes it from the message. A worker may copy its last piece just when the
-server ends its wait. Then each of them looks at the line of the other one after it has written its
-own (`fence`).
+worker always gets parameters of one version. If a worker copies no piece for a while, the server
+stops waiting for it: it says so in its line, and sends a copy of the rest of this version in
+messages. After each piece, the worker looks whether the server has stopped waiting. If so, the
+piece that it has just copied may be a mixture of two versions, and the worker takes the piece from
+the message instead. A worker may copy its last piece just when the server stops waiting. Therefore
+each of them first writes its own line, and then reads the line of the other one (`fence`).
 """
 
 from __future__ import annotations
@@ -37,15 +38,17 @@ from .node_share import NodePair, count_shared
 from .server_stream import PushStream
 from .wire_pieces import WirePiece
 
-#: The places in the line of a worker: how many pieces are in the ring, and how many it has copied.
-#: In the line of a server: how many it has updated from the ring, how many the worker may copy in
-#: all, how many of these are ready now; the number of all that the worker may copy when the server
-#: begins to wait no longer (`ENDS`), and that number with the piece from which on the server sends.
+#: The positions of counters in the line of a worker: how many pieces of gradients it has put into
+#: the ring, and how many pieces of parameters it has copied.
 PUSHED, COPIED = 4, 5
+#: The positions in the line of a server. UPDATED: how many pieces of the ring it has used. ALLOWED:
+#: how many pieces the worker may copy in all, now or later. READY: how many of these it may copy
+#: now. ENDS: the value of ALLOWED when the server stopped waiting for the worker. FIRST: this value
+#: times `_MOST`, plus the number of the first piece that the server sends in messages.
 FIRST, UPDATED, ALLOWED, READY, ENDS = 3, 4, 5, 6, 7
 
-#: How many seconds an update waits for a worker that has not copied a piece meanwhile. Tests change
-#: it.
+#: An update waits for a worker until the worker has copied no piece for so many seconds. Tests
+#: change this number.
 PATIENCE = 0.01
 
 _MOST = 1 << 20  # pieces of a server
@@ -89,7 +92,7 @@ class NodeReaders:
     def add(self, rank: int, pair: NodePair, allowed: int, ready: int) -> None:
         """Let a worker copy a number of pieces, some of which are ready; the others follow.
 
-        The worker has all of the version before, because it makes one call at a time.
+        The worker has copied the whole previous version, because it makes one call at a time.
         """
         self._pairs[rank] = pair
         self._sent.discard(rank)
@@ -118,7 +121,10 @@ class NodeReaders:
         return True
 
     def _end(self, link: Link, pulls: PullStreams, rank: int, pair: NodePair) -> None:
-        """Send what a worker has not copied; it may have copied the rest since the last look."""
+        """Stop waiting for a worker, and send the pieces that it has not copied.
+
+        The worker may have copied all pieces since the last look; then nothing is sent.
+        """
         line = pair.answered
         line[ENDS] = line[ALLOWED]
         fence()
@@ -147,11 +153,11 @@ class NodeClientStream:
         The server.
     layout : ServerLayout
     pieces : sequence of WirePiece
-        What the server holds.
+        The pieces of the server's part of the model.
     pair : NodePair
     out : mapping of str to ndarray
     gradients : mapping of str to ndarray, optional
-        What the worker puts into the ring. Without it, the stream only copies the parameters.
+        The gradients to put into the ring. Without them, the stream only copies the parameters.
     sends : ClientStream, optional
         The pieces of a push in messages.
     """
@@ -229,9 +235,9 @@ class NodeClientStream:
             )
         rung, answered = self._pair.rung, self._pair.answered
         # An update that began meanwhile may have changed what was copied.
-        self._ended = answered[ENDS] == self._goal  # after the data
+        self._ended = answered[ENDS] == self._goal  # read after the data
         if not self._ended:
-            rung[COPIED] += 1  # the server may change these now
+            rung[COPIED] += 1  # the server may change these parameters now
             if rung[COPIED] == self._goal:
                 fence()
                 self._ended = answered[ENDS] == self._goal

@@ -227,8 +227,8 @@ class StreamedUpdate:
         live = [(share, push) for share, push in pushes if share]
         self.updates = bool(live)
         whole = [(share, push) for share, push in live if not isinstance(push, PushStream)]
-        # If only workers without samples push in pieces, the update is made at once, as usual,
-        # because it may leave out rows that no push names.
+        # If all pushes in pieces have no samples, the update is made at once and as a whole. It may
+        # then leave out rows that no push names.
         if live and len(whole) == len(live):
             if (merged := shard.merge(whole)) is not None:
                 shard.update(*merged)
