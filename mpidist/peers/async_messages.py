@@ -6,8 +6,8 @@
                             previous message
 
 So at most one message is on its way from a rank to a peer. If a peer is slow, a fast rank leaves
-out models that the peer would receive late anyway. Also for short messages, a send is complete only
-when the peer receives the message, because it uses MPI_Issend.
+out models that the peer would receive late anyway. The sends use MPI_Issend, so that also the send
+of a short message is complete only when the peer receives the message.
 """
 
 from __future__ import annotations

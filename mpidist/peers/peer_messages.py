@@ -1,4 +1,4 @@
-"""Send models to peers and average with models of peers in rounds, synchronously (BSP) or bounded.
+"""Send models to peers, and average with models of peers, in rounds, under BSP or SSP.
 
     begin    pack the model, post the receives of this round, send to the peers of this round
     wait     until the models that `RoundGate` asks for have arrived

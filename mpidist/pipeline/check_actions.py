@@ -200,7 +200,11 @@ def _may_end(one, p, chunks, begun, blocking, split, replicas) -> bool:
 
 
 def stash_of(each) -> int:
-    """Return the largest number of microbatches after F and before the last backward action."""
+    """Return how many microbatches a rank keeps at most, from a rank's list of actions.
+
+    A rank keeps a microbatch from its forward pass until its backward pass is complete. A
+    microbatch counts once for each chunk.
+    """
     kept = most = 0
     for one in each:
         kept += (one.kind == F) - (one.kind in (B, W))

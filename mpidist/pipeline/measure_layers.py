@@ -1,4 +1,4 @@
-"""Measure the time and the size of each layer of a model, to choose the cuts. Without MPI."""
+"""Measure the time and the size of each layer of a model, to choose its cuts. Uses no MPI."""
 
 from __future__ import annotations
 

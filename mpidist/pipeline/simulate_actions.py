@@ -99,7 +99,7 @@ def simulate_placed(
     network: NetworkModel,
     holder: Callable[[int, int], int],
 ) -> SimulatedRun:
-    """Return the estimated time of action lists that are right; stages may have replicas.
+    """Return the estimated time of action lists, which are not checked; stages may have replicas.
 
     ``holder(chunk, microbatch)`` returns the rank that computes the microbatch in the chunk, as
     `PipelineGrid.holder` does.

@@ -265,7 +265,7 @@ class _Search:
             yield int(r), ends[near], seconds[near, r - 1 : r], after
 
     def _tables(self, of: Callable) -> list[np.ndarray]:
-        """Fill the tables: one, or one for each number of stages if that number was asked for.
+        """Fill a table; if S stages were asked for, fill a table for each number up to S.
 
         ``of(seconds, after)`` returns the value of a plan: `seconds` is the time of its first
         stage, and `after` is the value of the stages behind.

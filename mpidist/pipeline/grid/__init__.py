@@ -1,1 +1,1 @@
-"""Grids of stages and replicas: which host has which stage, the order of "pipedream", new cuts."""
+"""Which host has which stage, in which order "pipedream" computes, and new cuts at a resume."""

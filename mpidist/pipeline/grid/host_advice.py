@@ -99,7 +99,7 @@ def _on_hosts(plan: PipelinePlan, hosts: int, each: int, network: NetworkModel) 
     )
     ranks = place_ranks(nodes, replicas, links)
     place = [nodes[rank] for rank in ranks]
-    inside: dict[int, float] = defaultdict(float)  # bytes that a slot sends within its host
+    inside: dict[int, float] = defaultdict(float)  # bytes that a replica sends within its host
     outside: dict[int, float] = defaultdict(float)  # bytes that a host sends to others
     for (a, b), size in links.items():
         if place[a] == place[b]:

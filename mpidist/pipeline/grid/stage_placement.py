@@ -1,20 +1,22 @@
 """Choose which rank has which stage and replica, so that few bytes are sent between hosts.
 
-A slot is one replica of one stage. Slots are numbered stage by stage, as the ranks of a
-`PipelineGrid`. Slots of neighbouring stages exchange bytes over the cut between them, and the
-replicas of a stage exchange bytes when they sum their gradients. Either the stages of a pipeline or
-the replicas of a stage should be on one host, whichever saves more bytes:
+Each replica of each stage is called a slot here, and needs a rank. Slots are numbered stage by
+stage, as the ranks of a `PipelineGrid`. Slots of neighbouring stages exchange bytes over the cut
+between the stages, and the replicas of a stage exchange bytes when they sum their gradients. Either
+the stages of a pipeline or the replicas of a stage should be on one host, whichever saves more
+bytes:
 
     2 stages, 2 replicas     large outputs at the cut     large sums (many parameters)
     host A                   stage 0.0, stage 1.0         stage 0.0, stage 0.1
     host B                   stage 0.1, stage 1.1         stage 1.0, stage 1.1
 
 This is the problem to cut a graph into parts of given sizes so that the cut edges have the least
-weight. If there are few ways to give hosts to slots, all are tried. Otherwise pairs of slots are
-swapped as long as a swap saves bytes (Kernighan and Lin, "An Efficient Heuristic Procedure for
-Partitioning Graphs", Bell System Technical Journal 49(2), 1970). The swaps start from three
-placements: each slot on the rank of the same number, the hosts filled stage by stage, and the hosts
-filled pipeline by pipeline. This module needs no MPI.
+weight. If there are few ways to put the slots on the hosts, all are tried. Otherwise, two slots on
+different hosts change places as long as this saves bytes (Kernighan and Lin, "An Efficient
+Heuristic Procedure for Partitioning Graphs", Bell System Technical Journal 49(2), 1970). This
+search is done three times, and the best result is used. It begins with each slot on the rank of the
+same number, with hosts that are filled stage by stage, and with hosts that are filled pipeline by
+pipeline. This module needs no MPI.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from math import factorial, prod
 
 Links = Mapping[tuple[int, int], float]
 
-#: Up to this number of ways to give hosts to slots, all ways are tried.
+#: If there are at most this many ways to put the slots on the hosts, all ways are tried.
 _ALL = 5000
 #: With more ranks than this, no slots are swapped, because swapping would take seconds.
 _MOST_SWAPPED = 256
@@ -102,7 +104,7 @@ def place_ranks(nodes: Sequence[int], replicas: Sequence[int], links: Links) -> 
 
 
 def _starts(room: Counter, replicas: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the hosts of all slots: first if hosts are filled by stages, then by pipelines."""
+    """Yield two lists with the host of each slot: hosts filled by stages, and by pipelines."""
     places = [node for node, count in sorted(room.items()) for _ in range(count)]
     yield places
     slots = [(k / r, stage) for stage, r in enumerate(replicas) for k in range(r)]

@@ -1,9 +1,10 @@
 """Add pieces (gradients of microbatches) to a `PieceSum` in any order of their numbers.
 
 If stages have different numbers of replicas, a rank gets pieces of several blocks of microbatches
-in turn. The sum at a node of the tree is computed as soon as the sums of both halves of the node
-are known. So the bits of the sum do not depend on the order. If V pieces arrive from b blocks in
-turn, about b log2 V vectors are kept in memory.
+in turn. All pieces are added in a fixed binary tree. The sum at a node of the tree is computed as
+soon as the sums of both halves of the node are known. So the bits of the sum do not depend on the
+order in which the pieces arrive. If V pieces arrive from b blocks in turn, about b log2 V vectors
+are kept in memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ...collectives.schedules import fixed_tree
 
 
 class AnyOrderSum:
-    """Takes the pieces of one rank in any order, and passes sums of whole nodes to `sums`.
+    """Takes the pieces of one rank in any order, and passes sums of nodes of the tree to `sums`.
 
     `sums` is a `PieceSum`. It gets the sums of nodes in the order of the pieces in the nodes.
     """

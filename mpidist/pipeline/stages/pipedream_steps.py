@@ -27,7 +27,7 @@ class PipeDreamSteps:
     def __init__(self, stage, gradients: Callable | None):
         self._stage = stage
         [chunk] = stage.chunks.values()
-        # Microbatches that have entered so far, and that had entered when it was last empty.
+        # How many microbatches have entered so far, and how many when the pipeline was last empty.
         self._entered = self._empty_at = 0
         exchange = None
         if gradients is not None and stage.replicas.size > 1 and chunk.parameters:

@@ -46,7 +46,7 @@ class Chunk:
         self._tapes: dict[int, list] = {}
         self._later: dict[int, list] = {}  # microbatch -> what `backward_weights` needs
         self._bytes: dict[int, int] = {}  # microbatch -> bytes kept for its backward pass
-        self._kept_bytes: dict[tuple, int] = {}  # shape of the input -> bytes kept for such a one
+        self._kept_bytes: dict[tuple, int] = {}  # shape of a microbatch's input -> bytes kept
         self.parts: list[SumPart] = []  # the part with the last layers comes first
         self.in_parts = False  # whether the parts are sent to other hosts
         self._added: set[int] = set()  # the parts to which the newest microbatch has been added
@@ -58,7 +58,7 @@ class Chunk:
 
     @property
     def kept(self) -> int:
-        """The number of microbatches whose backward pass is not complete after a forward pass."""
+        """The number of microbatches with a forward pass and without a complete backward pass."""
         return len(self._tapes) + len(self._later)
 
     @property
@@ -126,7 +126,7 @@ class Chunk:
         return self.parameters
 
     def _take(self, layer: int) -> None:
-        """Add the gradients of a layer, where all layers write into the same memory."""
+        """Add the gradients of a layer to the sums, if all layers write into the same memory."""
         for part in self.parts:
             part.take(self._names[layer])
 

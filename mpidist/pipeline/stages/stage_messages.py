@@ -107,6 +107,7 @@ class StageMessages:
     def __init__(self, comm, xp):
         self.comm, self.xp = comm, xp
         self.bytes_sent = 0
+        # (rank, channel, number of samples) -> the layout that was received, or that was sent
         self._known: dict[tuple[int, int, int], ArrayLayout] = {}
         self._told: dict[tuple[int, int, int], ArrayLayout] = {}
         self._noted: dict[tuple[int, int], deque[Arrival]] = defaultdict(deque)

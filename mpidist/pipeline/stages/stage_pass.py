@@ -38,7 +38,9 @@ class StagePass:
         self._made: dict[StageAction, Any] = {}  # action -> the array that it will send or use
         # (chunk, microbatch) -> requests of the send of the input's gradient.
         self._sent: dict[tuple[int, int], list] = {}
-        self._after_send: tuple[int, int] | None = None  # whose weights' half follows the send
+        # (chunk, microbatch) whose input's gradient is sent before those of the weights are
+        # computed.
+        self._after_send: tuple[int, int] | None = None
 
     def do(self, action: StageAction) -> None:
         """Do one action; for a microbatch without samples, nothing is computed or sent."""

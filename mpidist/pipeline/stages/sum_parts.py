@@ -24,8 +24,8 @@ from ...runtime.topology import topology_of
 from .piece_order import AnyOrderSum
 
 #: The smallest number of bytes of a part. `tests/benchmarks/pipeline_overlap.py` ("parts") measured
-#: the time of a sum of two ranks for each MiB, beside that with parts of 4 MiB: with parts of
-#: 256 KiB 0.9 to 1.4 times as long, with 64 KiB 1.6 to 3.1 times, with 16 KiB 4.3 to 7.4 times.
+#: how long two ranks need to sum a MiB. Compared with parts of 4 MiB, parts of 256 KiB took 0.9 to
+#: 1.4 times as long, parts of 64 KiB 1.6 to 3.1 times, and parts of 16 KiB 4.3 to 7.4 times.
 LEAST = 1 << 18
 
 
@@ -63,7 +63,8 @@ class SumPart:
             self._bounds[name] = start, stop
         self._one_layer: dict[str, Any] = {}  # the gradients of all layers in the same memory
         self._add_part: Any = None  # adds a part of the microbatch that is computed now
-        # This is collective, so it is done here: later a replica may wait in a pass for others.
+        # This call is collective, so it is made here and not during a step, in which a replica may
+        # be waiting for another stage.
         self.sums.prepare()
 
     @property
@@ -95,11 +96,13 @@ class SumPart:
         return self._in_order and ours
 
     def aim(self, weight: float | None) -> tuple[Any, dict]:
-        """Return where to write the gradients of the next microbatch: a vector, and its views.
+        """Return where layers write the next microbatch's gradients: a vector, and arrays by name.
 
-        It is `vector`, or memory of the sum itself, which saves a copy, or memory that all layers
-        share; then call `take` after each layer. A view has one more axis in front, with one entry.
-        `weight` is that of the microbatch, if it is known.
+        The vector is `vector`, or memory of the sum itself, which saves a copy. Each array is the
+        place of one gradient in the vector. Its first axis, which counts microbatches, has length
+        1. If all layers share memory (`share_memory`), the arrays are in this memory instead; call
+        `take` after the backward pass of each layer. `weight` is the weight of the microbatch in
+        the sum, if it is known.
         """
         self._row = self.sums.next_row() if self._fits else None
         if self._row is None and self._one_layer and weight is not None:
@@ -128,7 +131,7 @@ class SumPart:
         """
         row, self._row = self._row, None
         vector, factor = (None, 1.0) if weight is None else (self.vector, weight)
-        if self._add_part is not None:  # what belongs to no layer is left
+        if self._add_part is not None:  # `take` has added all that belongs to a layer
             done = max((stop for _, stop in self._bounds.values()), default=0)
             self._add_part(done, self.vector[done:])
             self._add_part = None
