@@ -208,8 +208,8 @@ def check_server_optimizer(name: str, optimizer) -> None:
     if not getattr(optimizer, "elementwise", False):
         kind = getattr(optimizer, "name", type(optimizer).__name__)
         raise ConfigError(
-            f"model {name!r}: optimizer {kind} needs whole tensors, servers hold pieces of them; "
-            "use an elementwise one: sgd, momentum, adam, adagrad, ftrl"
+            f"model {name!r}: optimizer {kind} needs whole tensors, but servers hold parts of "
+            "tensors; use an elementwise optimizer: sgd, momentum, adam, adagrad, ftrl"
         )
 
 

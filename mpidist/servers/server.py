@@ -248,7 +248,8 @@ class Server:
         """Check the model and the clock of a message, and record it; return the record."""
         if model.removed is not None:
             raise ProtocolError(
-                f"parameter server {self.index}: worker {worker} calls the removed {model.name!r}"
+                f"parameter server {self.index}: worker {worker} uses model {model.name!r}; do not "
+                "use a model's client after group.remove"
             )
         rank, kind, asks = self.workers[worker], protocol.SERVED[flags], bool(flags & protocol.PULL)
         operation = self.link.trail.begin(kind, rank, model.name, header.clock, open=asks)
