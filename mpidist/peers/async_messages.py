@@ -22,7 +22,7 @@ from .peer_plan import PeerPlan
 
 
 class AsyncMessages:
-    """The messages of one rank; the arguments are those of `PeerMessages`.
+    """Sends and receives models on one rank under ASP; the arguments are those of `PeerMessages`.
 
     Attributes
     ----------
@@ -65,7 +65,10 @@ class AsyncMessages:
             self.sent += 1
 
     def finish(self, wait: Wait) -> None:
-        """Receive all messages that are on the way, and drop them. Collective."""
+        """Receive all messages that are on the way, and drop them. Collective.
+
+        Called before all ranks get the mean of all models, which replaces the models on the way.
+        """
         expected = np.empty_like(self._counts)
         wait(tester(self.comm.Ialltoall(self._counts, expected)))
         wait(lambda: self._progress() and np.array_equal(self._received, expected))

@@ -57,7 +57,7 @@ class Sending:
 
 
 class PeerMessages:
-    """The messages of one rank.
+    """Sends and receives models on one rank under BSP or SSP.
 
     Parameters
     ----------
@@ -102,7 +102,8 @@ class PeerMessages:
     def finish(self, wait: Wait) -> None:
         """Receive all messages that are on the way, and drop them.
 
-        Before this, all ranks must have done the same number of rounds.
+        Called before all ranks get the mean of all models, which replaces the models on the way.
+        All ranks must have done the same number of rounds.
         """
         wait(lambda: self._progress() and not self._receiving and not self._sending)
         self._free += self._here.values()

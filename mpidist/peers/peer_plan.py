@@ -52,7 +52,7 @@ _MOST_ROUNDS = 100_000
 
 
 class PeerPlan:
-    """A list of rounds, which is repeated for ever.
+    """To which ranks each rank sends its model, in a list of rounds that is repeated for ever.
 
     Attributes
     ----------

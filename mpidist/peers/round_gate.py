@@ -28,7 +28,7 @@ class Expected(NamedTuple):
 
 
 class RoundGate:
-    """The rounds of one rank.
+    """Decides on one rank when a round may end: which models have arrived, and which are missing.
 
     Attributes
     ----------

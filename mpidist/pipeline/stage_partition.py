@@ -203,7 +203,7 @@ class _Asked:
 
 
 class _Search:
-    """The dynamic programme, which goes from the end of the model to its beginning.
+    """The search for the best plan: a dynamic programme from the end of the model to its beginning.
 
     ``table[k, w]`` has the best value of a plan for the layers that are not in set k, with exactly
     w workers. If a stage with r workers is added in front, whose last layers complete set k, the

@@ -348,7 +348,7 @@ class Client:
         )
 
     def forget(self) -> None:
-        """Let go of a model that was removed, and of the memory that this rank shares for it."""
+        """Drop this rank's references to shared memory of the model, which was removed."""
         self.closed = self.removed = True
         self.requests.share = self._bound = None
 

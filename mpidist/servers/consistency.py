@@ -158,11 +158,12 @@ Action = Apply | Answer | Drop | Do
 
 
 class ConsistencyGate:
-    """All workers' clocks for one model on one server, and the waiting pushes and pulls.
+    """Decides for one model on one server when pushes are applied and pulls are answered.
 
-    The methods `push`, `tick`, `pull` and `leave` each return the actions that are now allowed, in
-    the order in which the server carries them out. Updates come before answers, so an answer
-    includes every update that the consistency mode guarantees to the worker.
+    It has the clocks of all workers, and the waiting pushes and pulls. The methods `push`, `tick`,
+    `pull` and `leave` each return the actions that are now allowed, in the order in which the
+    server carries them out. Updates come before answers, so an answer includes every update that
+    the consistency mode guarantees to the worker.
 
     Raises
     ------

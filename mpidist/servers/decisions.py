@@ -1,4 +1,4 @@
-"""In modes in which the first server decides for all servers, it sends them its decisions.
+"""Send the decisions of the first server to the others, in modes in which it decides for all.
 
     first server    gate.decisions: close round 4 with workers 0, 2 | worker 0 enters round 5
     other servers   gate.follow(decision), in the same order

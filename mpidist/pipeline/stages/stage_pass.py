@@ -1,4 +1,4 @@
-"""How a rank does each kind of action of a schedule."""
+"""What a rank of a pipeline does for each action: compute, send, receive, or add gradients."""
 
 from __future__ import annotations
 

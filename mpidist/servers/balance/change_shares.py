@@ -1,4 +1,6 @@
-"""Divide all models of a group between the servers by new shares, while workers are between clocks.
+"""What `ServerGroup.repartition` does: divide all models between the servers by new shares.
+
+All workers are between two steps meanwhile. A share is the fraction of a model on a server.
 
     every rank   its arguments, its host and memory, what its server holds   -> rank 0
     rank 0       checks all of it, and chooses the shares                    -> every rank
@@ -143,7 +145,7 @@ def _move(
 
 
 def finish_sending(link, models: Sequence[Hosted]) -> None:
-    """Wait until MPI sends nothing from the arrays of this server any more."""
+    """Wait until MPI has sent all answers that it reads from the arrays of this server."""
 
     def is_done() -> bool:
         for model in models:
@@ -226,7 +228,7 @@ def _facts(hosted: Hosted) -> dict[str, Any]:
 
 
 def _decide(members: Members, everyone: list[dict]) -> NewShares | None:
-    """On rank 0: check the facts of all ranks, and choose shares; None if nothing changes."""
+    """On rank 0: check the reports of all ranks, and choose shares; None if nothing changes."""
     first = everyone[members.workers[0]]["asked"]
     told = [first if one["asked"] is None else one["asked"] for one in everyone]
     if differs := difference([{"servers": repr(a), "weights": repr(b)} for a, b in told]):

@@ -193,7 +193,7 @@ class OnlineShares:
 
 
 def _both(before: Callable[[], bool], server: Server) -> Callable[[], bool]:
-    """Return the function that waits call on a rank that begins to serve."""
+    """Return the new `Link.background` of a rank that begins to serve."""
     server.on_pause = lambda tag: None
     return server.poll if before is nothing else lambda: before() | server.poll()
 

@@ -75,7 +75,7 @@ class Rebalance:
                 raise ConfigError(f"Rebalance: {name} is {shown(value)}, expected {limits}")
 
     def follow(self, shares: Sequence[float], since: Sequence[BusySince]) -> list[float] | None:
-        """Return `propose` for the measurements `since`; None if the servers were hardly busy."""
+        """Return the shares that `propose` finds for `since`; None if servers were hardly busy."""
         if any(not one.pushes for one in since):
             return None
         if all(one.busy < _BUSY * one.seconds for one in since):

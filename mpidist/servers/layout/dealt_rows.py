@@ -30,7 +30,10 @@ Turns = tuple[int, ...]
 
 
 def turns_of(shares: Sequence[float]) -> Turns:
-    """Return the shortest period close to these shares; if none is close, the closest period."""
+    """Return a period in which each server has turns in proportion to its share.
+
+    It is the shortest period that is close to the shares; if none is close, the closest period.
+    """
     total = sum(shares)
     parts = [share / total for share in shares]
     living = [part for part in parts if part]

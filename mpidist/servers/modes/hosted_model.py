@@ -116,7 +116,7 @@ class Hosted:
         return self.due.read(link, worker, rank, self.whole, words.view(np.int64).tolist())
 
     def use_shards(self, shard: ServerShard, copy: ServerShard | None, piece_bytes: int) -> None:
-        """Use other parts of the model, made beside the present ones, from now on.
+        """Replace the shard and the copy by others, after a change of shares in an elastic run.
 
         The age of a worker's newest pull, in updates, is the same as before the change. The copies
         of pulled values (`DelayCompensated`) become the present values.

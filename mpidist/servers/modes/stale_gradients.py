@@ -292,9 +292,10 @@ def stale_policy(given) -> Stale:
 def update_corrected(
     shard: Any, gradients: Mapping[str, Any], weight: float, factors: tuple[float, float]
 ) -> None:
-    """Update a shard by a factor of the gradients, and leave another one in the velocity.
+    """Update a shard as `MomentumCorrected` says, with two factors of the gradients.
 
-    The `factors` are those of `MomentumCorrected.corrected`.
+    The `factors` are those of `MomentumCorrected.corrected`: the first is for the update, and the
+    second for what the gradients add to the velocity.
     """
     factor, kept = factors
     rows = {key: g if isinstance(g, tuple) else (None, g) for key, g in gradients.items()}

@@ -21,7 +21,7 @@ from .shard_ranges import are_shared, scalars_of
 
 @dataclass
 class Held:
-    """The shard and the copy of one server when a death has ended its group, and their state.
+    """What one server holds when a death has ended its group, and which pushes it has applied.
 
     The numbers of workers stay the same after a death.
 
@@ -57,7 +57,7 @@ class Held:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """Return what the other ranks need to know."""
+        """Return what the other ranks need to know about this server."""
         return {
             "index": self.index,
             "copy": None if self.copy is None else self.copy.server,
@@ -142,7 +142,7 @@ def moves(
     giving: Mapping[int, Holder],
     current: Sequence[set[int]],
 ) -> list[Move]:
-    """Return all moves, in the same order on all ranks.
+    """Return which rank sends elements of which shard to which rank, in one order on all ranks.
 
     Parameters
     ----------

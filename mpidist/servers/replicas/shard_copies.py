@@ -72,12 +72,12 @@ class ShardCopies:
 
     @property
     def pending(self) -> bool:
-        """Whether the next server may lack updates, or the server before may send more."""
+        """Whether the next server may lack updates, or the previous server may send more."""
         return self.behind or not self._heard_end
 
     @property
     def behind(self) -> bool:
-        """Whether the next server may lack updates that are applied at once."""
+        """Whether the next server has not acknowledged all updates that are applied at once."""
         return self._asked > self._acknowledged
 
     # -- this server's shard ---------------------------------------------------------------
@@ -175,7 +175,7 @@ class ShardCopies:
         self._link.tell(ACKNOWLEDGE, message.source, COPY)
 
     def has(self, number: int, clock: int) -> bool:
-        """Whether all updates of a clock for the copy of a model have arrived."""
+        """Whether this server has received all updates of a clock for its copy of a model."""
         return (number, clock) in self._here
 
     def apply(self, number: int, clocks: int) -> None:

@@ -17,7 +17,10 @@ from ..layout.routing import WholeParts
 
 
 class BoundGradients(dict):
-    """Gradients by the keys of a shard, in memory that is used again, and their bound update."""
+    """Gradients in arrays that later updates use again, and the update bound to these arrays.
+
+    It is a dict from the keys of a shard to arrays.
+    """
 
     __slots__ = ("_again", "_arrays", "_optimizer", "_state")
 

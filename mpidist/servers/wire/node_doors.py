@@ -1,4 +1,4 @@
-"""How a server receives and answers small messages in shared memory; `node_mail` is the worker."""
+"""How a server handles small messages in shared memory; for the worker's part, see `node_mail`."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class ServerDoors:
         return acted
 
     def _handle(self, door: ServerDoor, box: MailBox) -> None:
-        """Carry out push, clock and pull, as `Server.handle` does with other messages."""
+        """Carry out push, clock and pull, as `Server` does for messages that MPI has sent."""
         server, model, worker = self._server, box.model, door.worker
         header = read_header(box.push, box.push.size, door.rank)
         operation = server.begin(FLAGS, worker, header, model)

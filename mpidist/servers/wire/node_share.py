@@ -209,7 +209,7 @@ class NodeShare:
         )
 
     def _sizes(self, rank: int) -> dict[tuple, int]:
-        """Return the size in bytes of each place in the part of one rank."""
+        """Return the bytes of each array in one rank's part of the shared memory, by its key."""
         sizes: dict[tuple, int] = {}
         for server in self._node.servers if rank in self._node.workers else ():
             sizes["line", server] = 8 * LINE
@@ -250,7 +250,7 @@ class Transport(NamedTuple):
 
 
 class _Plan:
-    """The position of each place in the part of one rank."""
+    """The position of each array in one rank's part of the shared memory."""
 
     def __init__(self, sizes: Mapping[tuple, int]):
         self._places: dict[tuple, slice] = {}
