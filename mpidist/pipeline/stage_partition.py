@@ -292,7 +292,8 @@ class _Search:
             return ()
         self.bound = float(values.min()) * (1 + _EQUAL)
         left = int(np.argmax(values <= self.bound))
-        tables = self._tables(lambda seconds, after: 1 + after)  # a plan's value: its stages
+        # In these tables, the value of a plan is its number of stages.
+        tables = self._tables(lambda seconds, after: 1 + after)
         found, k = [], 0
         while left:
             if self.asked.stages is not None:

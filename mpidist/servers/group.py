@@ -306,7 +306,7 @@ class ServerGroup(OnlineShares):
         """
         workers = self._workers("barrier")
         with GroupCall(self.link, "barrier"), self.link.doing("barrier"):
-            # The first server finds workers that wait for each other, some of them in a barrier.
+            # So that the first server finds workers that wait for each other, some in a barrier.
             self.link.tell(BARRIER, self.server_ranks[0], TO_SERVER)
             self.link.wait(workers.Ibarrier().Test, peers="worker")
 

@@ -143,7 +143,7 @@ class Link:
         self.models: list = []
         self.doors: Any = None  # the first model's memory that is shared with ranks of this host
         self._pinned: list = []  # requests and buffers that MPI may use after a wait has failed
-        self.death: Any = None  # the RankFailure that has broken a call off, in an elastic run
+        self.death: Any = None  # in an elastic run, the RankFailure that has ended a call
 
     # -- one call at a time ------------------------------------------------------------------
 

@@ -191,7 +191,7 @@ def _described(model: str, name: str, value) -> tuple[tuple, np.dtype]:
         )
     try:
         first = value[0][:1] if isinstance(value[0], tuple | list) else ()
-        unknown = first == type(first)([None])  # the first length of an open table
+        unknown = first == type(first)([None])  # an open table has None as its first length
         shape = tuple(int(n) for n in (value[0][1:] if unknown else value[0]))
         dtype = dtype_of(value[1])
     except (TypeError, ValueError) as error:

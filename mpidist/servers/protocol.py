@@ -84,7 +84,7 @@ class Header(NamedTuple):
     clock: int = 0
     total: int = HEADER_BYTES  # bytes of the whole message
     push_words: int = 0  # int64 words of the push selection, or ALL, PIECES, ...
-    pull_words: int = 0  # int64 words of the pull selection, or ALL, or PIECES
+    pull_words: int = 0  # int64 words of the pull selection, or ALL, PIECES or STREAM
     samples: int = -1  # request: samples of the push; -1 if the worker gave no number
     version: int = 0  # reply: updates that this server has applied
     #: Request: 1 if a server has let the worker enter its clock. Reply: how many clocks the worker

@@ -62,7 +62,8 @@ class Server:
         self.decisions = Decisions(link, servers)
         self.models: list[Hosted] = []
         self.on_pause: Callable[[Any], None] | None = None
-        # Called with a call that the workers make together with the servers, in a pause.
+        # Called in a pause in which the workers make a call together with the servers, such as
+        # `repartition`; the argument names the call.
         self.on_call: Callable[[Any], None] = lambda call: None
         self.in_pause = False  # whether `on_pause` runs
         self.in_own_pause = False  # whether the worker on this rank is in `pause`
@@ -144,7 +145,8 @@ class Server:
         n, status = len(self.workers), MPI.Status()
         waiting = []
         for worker in (*range(self._turn, n), *range(self._turn)):
-            # A worker whose request is arriving sends no other; a probe would find its pieces.
+            # While a request is arriving, its worker sends no other request. A probe would find the
+            # other pieces of this request.
             if worker not in self._arriving and comm.Iprobe(self.workers[worker], tag, status):
                 waiting.append((worker, status.Get_count(MPI.BYTE)))
         room = ROOM_BYTES - self._arriving.nbytes
@@ -314,7 +316,8 @@ class Server:
                 elif self.copies is not None and self.copies.answered_later(model, answer):
                     pass
                 elif action.item.pieces == protocol.STREAM:
-                    # The worker copies this version now, so the header is that of this version.
+                    # The worker copies this version of the parameters from now on, so the header
+                    # of the answer is written for this version, too.
                     self._answers.appendleft(answer)
                     self.link.send(*self._next_answer(), TO_WORKER)
                 else:

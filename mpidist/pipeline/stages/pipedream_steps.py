@@ -84,7 +84,8 @@ class PipeDreamSteps:
         self._entered = stop
         if drain:
             self._empty_at = stop
-            # Only after a drain: otherwise a send may wait for a receive of the next step.
+            # This rank waits for its sends only after a drain. Without a drain, a receiver may
+            # begin to receive only in the next step.
             stage.wait(stage.messages.progress, "the end of the sends")
 
     def close(self) -> None:

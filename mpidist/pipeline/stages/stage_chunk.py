@@ -179,7 +179,7 @@ class Chunk:
     def _input_of(self, layer, saved, dy):
         """Return the gradient of a layer's input; `dy` must keep its values for the weights."""
         dx = layer.backward_input(self.parameters, saved, dy)
-        # The layers before may change what they get in place.
+        # The previous layers may change, in place, the gradient that they get.
         if layer.shapes() and array_module(dx).may_share_memory(dx, dy):
             return dx.copy()
         return dx
@@ -232,7 +232,7 @@ class Chunk:
 
     def close(self) -> None:
         """Free the sums. Collective over the replicas of the stage; no messages are sent."""
-        self._write_into(self.gradients)  # no longer into the memory of the sums
+        self._write_into(self.gradients)  # and not into the memory of the sums, which is freed
         for part in self.parts:
             part.close()
 

@@ -89,8 +89,8 @@ class StagePass:
         self.spans.append((kind, c, i, began, ended))
 
     def _backward(self, c: int, i: int) -> None:
-        # The stages before wait for the last gradient of a step: it is sent before the gradients of
-        # the weights are computed and added.
+        # The previous stages wait for the input's gradient of the last microbatch of a step. So it
+        # is sent before the gradients of the weights are computed and added.
         if c and self.last.get(c) == i and self.stage.chunks[c].sends_early:
             self._after_send = (c, i)
             self._input(c, i, halves=True)

@@ -55,14 +55,14 @@ class SumPart:
         self._adding: Any = self.sums if in_order else AnyOrderSum(self.sums)
         self._left = len(self.sums.mine)
         self._row: Any = None  # where the next microbatch is written, if it is not `vector`
-        self._views: dict[int, dict] = {}  # of memory for a microbatch, by its address
+        self._views: dict[int, dict] = {}  # address of a vector -> the arrays that `aim` returns
         self._bounds: dict[str, tuple[int, int]] = {}  # where the gradients are in `vector`
         stop = 0
         for name, shape in shapes.items():
             start, stop = stop, stop + math.prod(shape)
             self._bounds[name] = start, stop
-        self._one_layer: dict[str, Any] = {}  # the gradients of all layers in the same memory
-        self._add_part: Any = None  # adds a part of the microbatch that is computed now
+        self._one_layer: dict[str, Any] = {}  # the gradients in the memory that all layers share
+        self._add_part: Any = None  # a function that adds a part of the present microbatch
         # This call is collective, so it is made here and not during a step, in which a replica may
         # be waiting for another stage.
         self.sums.prepare()

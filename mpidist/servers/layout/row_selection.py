@@ -42,7 +42,7 @@ class Selection:
         tensor = self.tensor(name)
         try:
             rows = np.asarray(rows)
-        except ValueError:  # `given` contains lists of different lengths
+        except ValueError:  # `rows` contains lists of different lengths
             rows = np.empty((0, 0))
         # NumPy converts an empty list to an array of floats.
         whole = rows.size == 0 or rows.dtype.kind in "iu"

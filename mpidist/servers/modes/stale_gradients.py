@@ -243,7 +243,7 @@ def check_momentum(model: str, stale: Stale, optimizer, elsewhere: bool = False)
         )
     if elsewhere:
         raise ConfigError(
-            f"model {model!r}: stale={stale} needs servers without copies (replicas) or a GPU"
+            f"model {model!r}: stale={stale} needs servers with neither copies (replicas) nor a GPU"
         )
 
 

@@ -86,7 +86,7 @@ class ClientStream:
                     raw[...] = answer[place]
                 self._link.pool.give(answer)
         self._sends.reap()
-        self._link.reap()  # checksums of pieces
+        self._link.reap()  # free the buffers of checksums that have been sent
         self._post()
         return not self._sends and self.handed and self._answers.done
 

@@ -51,7 +51,7 @@ FIRST, UPDATED, ALLOWED, READY, ENDS = 3, 4, 5, 6, 7
 #: change this number.
 PATIENCE = 0.01
 
-_MOST = 1 << 20  # pieces of a server
+_MOST = 1 << 20  # more than the number of pieces of any server
 _lock = threading.Lock()
 
 
@@ -87,7 +87,8 @@ class NodeReaders:
     def __init__(self, pieces: int) -> None:
         self._pieces, self._pairs = pieces, dict[int, NodePair]()
         self._sent = set[int]()  # workers that get the rest of their version in messages
-        self._left, self._since = 0, 0.0  # pieces to be copied, at the newest look
+        # How many pieces workers had still to copy at the newest look, and since when.
+        self._left, self._since = 0, 0.0
 
     def add(self, rank: int, pair: NodePair, allowed: int, ready: int) -> None:
         """Let a worker copy a number of pieces, some of which are ready; the others follow.
@@ -193,7 +194,7 @@ class NodeClientStream:
 
     def is_here(self, incoming: Incoming) -> bool:
         """Write more pieces to the ring, and copy answers; return whether all pieces are done."""
-        if self._rest is not None:  # pieces in messages
+        if self._rest is not None:  # pieces that are sent in messages
             if not self._rest.progress():
                 return False
             self._rest = None
@@ -224,7 +225,8 @@ class NodeClientStream:
                 gradient = self._gradients[self._names[tensor]][start:stop]
                 np.copyto(slot[at : at + gradient.nbytes].view(gradient.dtype), gradient)
             self._begun = number + 1
-            pair.rung[PUSHED] = self._pushed + self._begun  # after the data, see `node_share`
+            # Written after the data, see `node_share`.
+            pair.rung[PUSHED] = self._pushed + self._begun
 
     def _take(self, number: int) -> None:
         """Copy one piece of the new parameters, unless the server sends it."""

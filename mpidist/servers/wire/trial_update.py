@@ -25,7 +25,7 @@ def has_the_same_bits(optimizer) -> bool:
         return False
     try:
         whole, parts = (_trial(copy.deepcopy(optimizer), limit) for limit in (None, 40))
-    except Exception:  # it has no copy, or raises in training as well
+    except Exception:  # the optimizer cannot be copied, or will raise in training as well
         return False
     return whole == parts
 
