@@ -63,7 +63,7 @@ class LayerProfile:
     edges : tuple of (int, int)
         Pairs (a, b) of indices into `layers`: the output of layer a is an input of layer b.
     inputs : tuple of str
-        The names of the nodes that are inputs of the model. They belong to the first stage.
+        The names of the nodes that are inputs of the model. These nodes belong to the first stage.
     """
 
     layers: tuple[Layer, ...]

@@ -311,7 +311,8 @@ class Client:
     def set_optimizer(self, optimizer) -> None:
         """Use another optimizer, or another learning rate, from now on. All workers must call this.
 
-        They call it in the same clock, with equal optimizers; else all ranks get a ProtocolError.
+        The workers call it in the same clock (step), with equal optimizers; otherwise all ranks get
+        a ProtocolError.
         Under BSP the update of this clock is the first one with the new optimizer. In other modes a
         server uses it as soon as the last worker has called. An optimizer of the same kind goes on
         with the state (such as velocities and the progress of a schedule), one of another kind

@@ -14,9 +14,9 @@ This is the problem to cut a graph into parts of given sizes so that the cut edg
 weight. If there are few ways to put the slots on the hosts, all are tried. Otherwise, two slots on
 different hosts change places as long as this saves bytes (Kernighan and Lin, "An Efficient
 Heuristic Procedure for Partitioning Graphs", Bell System Technical Journal 49(2), 1970). This
-search is done three times, and the best result is used. It begins with each slot on the rank of the
-same number, with hosts that are filled stage by stage, and with hosts that are filled pipeline by
-pipeline. This module needs no MPI.
+search is done three times, and the best result is used. The three searches begin with each slot on
+the rank of the same number, with hosts that are filled stage by stage, and with hosts that are
+filled pipeline by pipeline. This module needs no MPI.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ def array_bytes(saved: Any) -> int:
 def _has_halves(layer) -> bool:
     """Whether the two halves of a layer's backward pass do what its `backward` does.
 
-    They do not if a subclass has a `backward` of its own, and inherits the halves.
+    The halves do something else if a subclass has its own `backward`, and inherits the halves.
     """
     kinds = type(layer).__mro__
 

@@ -38,8 +38,8 @@ class StagePass:
         self._made: dict[StageAction, Any] = {}  # action -> the array that it will send or use
         # (chunk, microbatch) -> requests of the send of the input's gradient.
         self._sent: dict[tuple[int, int], list] = {}
-        # (chunk, microbatch) whose input's gradient is sent before those of the weights are
-        # computed.
+        # (chunk, microbatch) whose gradient of the input is sent before the gradients of the
+        # weights are computed.
         self._after_send: tuple[int, int] | None = None
 
     def do(self, action: StageAction) -> None:

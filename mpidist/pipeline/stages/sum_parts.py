@@ -75,8 +75,9 @@ class SumPart:
     def share_memory(self, layers: Sequence[Sequence[str]]) -> None:
         """Let the gradients of all layers be written into the same memory, one layer at a time.
 
-        They are added while they are still in the cache. `layers` are the names of each layer.
-        Does nothing where the memory would not be much smaller than `vector`.
+        So the gradients of a layer are added while they are in the processor's cache. `layers` has
+        the names of the parameters of each layer. Does nothing if the memory would not be much
+        smaller than `vector`.
         """
         mine = [[name for name in names if name in self._bounds] for names in layers]
         sizes = [sum(math.prod(self._shapes[name]) for name in names) for names in mine]
@@ -127,7 +128,8 @@ class SumPart:
     def add(self, microbatch: int, weight: float | None) -> None:
         """Add a microbatch's gradients times `weight`; None for a microbatch without samples.
 
-        They are where `aim` has said, or in `vector` if it was not called for this microbatch.
+        The gradients are in the arrays that `aim` has returned for this microbatch, or in `vector`
+        if `aim` was not called.
         """
         row, self._row = self._row, None
         vector, factor = (None, 1.0) if weight is None else (self.vector, weight)

@@ -75,7 +75,7 @@ class TensorMove:
 class Divided:
     """A layout, with the piece of each tensor on each server, for a number of servers.
 
-    This number may be larger than that of the layout; the additional servers hold nothing.
+    The number of servers may be larger than in the layout; the additional servers hold nothing.
     """
 
     def __init__(self, layout: ServerLayout, servers: int):

@@ -6,8 +6,8 @@
     in proportion    0.8         0.2         the shares with which both would be busy for 0.32 s
 
 By default, shares change only by half of the difference, because a part of the busy seconds does
-not depend on the share, and because a measurement may be disturbed. They change only if the busiest
-server would then be busy for clearly less time, so small differences have no effect.
+not depend on the share, and because a measurement may be disturbed. The shares change only if the
+busiest server would then be busy for clearly less time, so small differences have no effect.
 """
 
 from __future__ import annotations

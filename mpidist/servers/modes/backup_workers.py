@@ -17,8 +17,9 @@ server decides for all servers, and sends each of its decisions to the others, i
     first server   close round 4 with workers 0, 2 | worker 0 enters 5 | worker 2 enters 5 | ...
     other server   waits until it has the pushes of 0 and 2, applies them; answers 0; answers 2
 
-The other servers decide nothing. They wait only for messages that were sent before the decision, so
-servers and workers cannot wait for each other in a circle.
+The other servers decide nothing. To carry out a decision, a server waits only for messages that
+workers have sent before the decision, so servers and workers cannot wait for each other in a
+circle.
 
 After a server has let a late worker into a round, and before it has written the answer, it may
 close this round. Then the answer already has the update of the round, and the worker's push for the

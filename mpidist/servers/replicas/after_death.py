@@ -151,8 +151,8 @@ def moves(
     giving : mapping
         The holder of each old shard.
     current : sequence of sets
-        For each rank, the numbers of the old servers whose newest state it holds. It needs no
-        messages for these.
+        For each rank, the numbers of the old servers whose newest state it holds. The rank gets no
+        messages with elements of these servers.
     """
     return [
         Move(rank if i in current[rank] else giving[i].rank, rank, i, j)

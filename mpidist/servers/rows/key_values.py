@@ -1,8 +1,8 @@
 """Compute which server has a key of an open table, and the initial values of its row. Without MPI.
 
-Both are computed from hashes of the key, so any rank can compute them for any key at any time. A
-row thus has the same initial values on any number of servers, and a pull gets the same values
-before the row is made.
+The server and the values are computed from hashes of the key, so any rank can compute them for any
+key at any time. A row thus has the same initial values on any number of servers, and a pull gets
+the same values before the row is made.
 """
 
 from __future__ import annotations

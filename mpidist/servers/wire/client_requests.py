@@ -88,7 +88,8 @@ class ClientRequests:
         The worker's clock, the newest clock that the servers have let it enter, and the clock of
         its newest push; -1 for none.
     note : tuple of two int
-        Two integers that the next request carries to the first server. They are then set to zero.
+        Two integers that the next request carries to the first server. The request then sets both
+        integers to zero.
     queue : Counter
         How many workers waited for a server at the same time.
     started : bool

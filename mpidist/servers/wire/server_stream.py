@@ -195,9 +195,9 @@ class StreamedUpdate:
     Parameters
     ----------
     sends : PieceSends
-        The sends of the answers. They read the memory of the parameters, which must not change
-        before they are complete. This takes little time, because the workers have received these
-        answers before they push again.
+        The sends of the answers. MPI reads the answers in the memory of the parameters, which must
+        not change before the sends are complete. The sends take little time, because the workers
+        have received these answers before they push again.
     shard : ServerShard
     pieces : ShardPieces
     pushes : sequence of (share, PushStream or parts)
