@@ -1,7 +1,8 @@
-"""Save and load checkpoints. A saved step is always complete: a failed save leaves no part of a
-step.
+"""Save and load checkpoints of a training job.
 
-Any number of ranks can load a step.
+A checkpoint is called a step: the state of the job after that training step. A saved step is always
+complete, because a failed save leaves no part of a step. Any number of ranks can load a step,
+whatever number of ranks saved it.
 
 Module `store` has the public class `CheckpointStore`. Module `tiered` has `TieredStore`, which
 saves a copy on each node before it saves to the shared folder. Module `load` reads a checkpoint in

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, shown
 
-#: The name of a step's folder has 12 digits.
+#: The highest step number: the name of a step's folder has space for 12 digits.
 MAX_STEP = 10**12 - 1
 
 #: A pattern for the scheme of a URL. It accepts a single slash, because `Path` turns

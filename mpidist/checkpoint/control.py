@@ -40,11 +40,11 @@ def call(comm, kind: str):
 
 
 def all_come(comm) -> None:
-    """Record that all ranks will make the next collective call; they need not agree on it first.
+    """Record that all ranks are sure to make the next collective call, without an agreement first.
 
-    If this rank raises an exception before the next collective call, the other ranks learn of the
-    exception and abort that call. If the other ranks did not abort the call that this rank has
-    missed, this rank would receive their messages in its own next operation.
+    If this rank nevertheless raises an exception before that call, the other ranks are told and
+    abort the call. Otherwise, this rank would receive the messages of the call that it has missed
+    in its own next operation.
     """
     context.of(comm).under_way = True
 

@@ -28,8 +28,11 @@ def folder_of(memory: Path, path: str) -> Path:
 
 
 def save_copy(comm, memory: Path, path: str, step: int, state: Mapping) -> bool:
-    """Save `state` in memory; if that fails, print a line and return False. Collective."""
-    # Not at the top: most runs hand nothing over, and many have no store.
+    """Save `state` in memory for the next attempt of the job. Collective.
+
+    If the copy cannot be made, print a line that says why, and return False.
+    """
+    # Imported here: most runs leave no copy for a next attempt, and many have no store.
     from .memory_copies import fits_in_memory, make_private
     from .store import CheckpointStore
     from .tiered import report_no_copy
@@ -42,7 +45,7 @@ def save_copy(comm, memory: Path, path: str, step: int, state: Mapping) -> bool:
             return False
         with CheckpointStore(comm, folder, keep=1, direct=False) as store:
             store.save(step, state)
-    except (CheckpointError, ConfigError) as error:  # on all ranks
+    except (CheckpointError, ConfigError) as error:  # raised on all ranks
         if comm.rank == 0:
             report_no_copy(f"copy in memory for the next attempt: {error}")
         return False
@@ -50,9 +53,10 @@ def save_copy(comm, memory: Path, path: str, step: int, state: Mapping) -> bool:
 
 
 def restore_newest(comm, memory: Path | None, store, like: dict, handed: str) -> tuple[dict, bool]:
-    """Return the newest state, and whether it is from a copy and not from `store`. Collective.
+    """Return the newest state, and whether it is from the copy in memory. Collective.
 
-    `handed` is the result of `hand_over.wait_for_turn`. Raises NoCheckpoint if there is no state.
+    If the copy is missing or not newer, the state is read from `store`. `handed` is the result of
+    `hand_over.wait_for_turn`. Raises NoCheckpoint if there is no state.
     """
     if memory is None or not hasattr(store, "let_go"):
         return store.restore(like)[1], False

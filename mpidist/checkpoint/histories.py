@@ -6,20 +6,20 @@ r"""Histories (branches) of a store: which step continues which, and which histo
     history 1              \\-- 950 -- 960     (set aside)
     history 2    10                           the newest: `restore`, retention and readers follow it
 
-A save continues the step that its store restored or saved last. If a save continues the newest step
-of the newest history, it belongs to that history. A save begins a new history in two cases. First,
-the run went back to an older step, so the save continues a step that is not the newest. Second, the
-new step has a lower number than the step that the save continues. A new history gets the next free
-number. A new history branches off at the step that its first save continues. If the number of the
-new step is not higher than the number of the continued step, the history branches off just before
-the new step's number. A save may begin without an earlier step only if the folder holds no good
-step, or if the store ignores the steps in the folder (``fresh=True``). The line of a history is the
-whole sequence of steps that led to its last step. A line begins with steps of the older histories
-that this history continues, each up to the step where the next history branches off, and ends with
-the history's own steps. In the line of a history, the step numbers increase. Of the histories that
-have a committed step, the newest is the history with the highest number. Saves add steps only to
-the newest history. The last step of the newest history is called the newest step of the store, even
-if another step has a higher number.
+A save continues the step that the same store object restored or saved last. If a save continues the
+newest step of the newest history, it belongs to that history. A save begins a new history in two
+cases. First, the run went back to an older step, so the save continues a step that is not the
+newest. Second, the new step has a lower number than the step that the save continues. A new history
+gets the next free number. A new history branches off at the step that its first save continues. If
+the number of the new step is not higher than the number of the continued step, the history branches
+off just before the new step's number. A save may begin without an earlier step only if the folder
+holds no good step, or if the store ignores the steps in the folder (``fresh=True``). The line of a
+history is the whole sequence of steps that led to its last step. A line begins with steps of the
+older histories that this history continues, each up to the step where the next history branches
+off, and ends with the history's own steps. In the line of a history, the step numbers increase. Of
+the histories that have a committed step, the newest is the history with the highest number. Saves
+add steps only to the newest history. The last step of the newest history is called the newest step
+of the store, even if another step has a higher number.
 
 The names of folders and files show which steps and histories exist, so one listing of the store's
 folder is enough to find them:
@@ -191,7 +191,7 @@ class Histories:
 def opened(path: str) -> Iterator[tuple[int, Histories]]:
     """Keep a store's folder open during the block, and yield it with its histories.
 
-    Raises NoCheckpoint.
+    Raises NoCheckpoint if the folder does not exist.
     """
     try:
         with files.folder(path) as root:
@@ -356,7 +356,8 @@ class Line:
         """
         if history is None and self.is_fresh():
             raise NoCheckpoint(
-                f"no checkpoint: fresh=True ignores the steps in {self._path}; name their history="
+                f"no checkpoint: fresh=True ignores the steps in {self._path}; pass history= to "
+                "read one of them"
             )
         return first(self._path, step, history, passed)
 

@@ -76,7 +76,7 @@ def saved_extras(path) -> dict:
     """Return the extras (all values except arrays) of the newest step as nested dicts.
 
     The result is empty if there is no step, or if its manifest is damaged. Only the manifest is
-    read; the arrays may be damaged.
+    read, so damage in the arrays is not noticed.
     """
     path = checked_path("path", path)
     with suppress(NoCheckpoint, Damaged):
@@ -157,7 +157,7 @@ class Search:
     path : str
     step, history : int or None
     first : callable, optional
-        A function to call instead of `histories.first`.
+        A function that finds the newest step folder, to call instead of `histories.first`.
     bad : set of Entry, optional
         The search adds the damaged step folders to this set.
     """
@@ -251,8 +251,8 @@ def damages(path: str, entry: Entry, part: int = 0, parts: int = 1) -> tuple[lis
     found, looked_at = [], 0
     for number in range(part, len(manifest.files), parts):
         try:
-            # The read bypasses the system's cache, which could hold good bytes although the bytes
-            # on the disk are bad.
+            # The read bypasses the cache of the operating system, which could hold good bytes
+            # although the bytes on the disk are bad.
             with open_reader(path, entry, manifest, direct=True) as reader:
                 reader.check_file(number)
         except Damaged as damage:

@@ -6,9 +6,9 @@
                                                begins with step 120, and not with step 100
 
 A `TieredStore` makes the copies, in a folder of /dev/shm. `mpidist launch` chooses the name of this
-folder, and removes the folder at the end of the job. Each node has a whole copy of all arrays
-except shards. So if no rank has shards and a node is lost, the next attempt continues from the
-copies of the other nodes.
+folder, and removes the folder at the end of the job. On each node, the copy has all replicated
+arrays, and of the sharded arrays only the shards of the ranks on this node. So if no rank has
+shards and a node is lost, the next attempt continues from the copies of the other nodes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def open_with_copies(
 
 
 class _CopiesStore(TieredStore):
-    """A tiered store that removes its folder on the nodes when it has removed all copies."""
+    """A tiered store whose `close` also removes its folder on each node, if no copy is left."""
 
     def close(self) -> None:
         super().close()
@@ -104,9 +104,9 @@ class MemoryCopies:
         self._interval.begin(step)
 
     def keep(self, comm, step: int, state: Callable[[], Mapping]) -> None:
-        """Copy ``state()`` to memory if `step` is due. Collective over the store's `comm`.
+        """Copy ``state()`` to the nodes' memory if a copy is due at `step`.
 
-        If the nodes have too little memory, this method prints a message once, and no copies are
+        Collective over the store's `comm`. If the nodes have too little memory, this method prints a message once, and no copies are
         made.
         """
         if self._fits is False or not self._interval.due(step):

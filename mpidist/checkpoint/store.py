@@ -32,7 +32,7 @@ from .write.write_plan import writers_of
 
 
 class Store(AbstractContextManager):
-    """Base of stores.
+    """Base class of `CheckpointStore` and `TieredStore`.
 
     A ``with`` block calls `close` at its end, or `_abandon` if an exception ends the block.
     """
@@ -48,7 +48,10 @@ class Store(AbstractContextManager):
 
     @contextmanager
     def _call(self, method: str) -> Iterator[None]:
-        """In the block, send an error to the other ranks, and record that this rank may be slow."""
+        """In the block, send an error to the other ranks, and show them that this rank may be slow.
+
+        A rank that is slow because it saves is not removed from an elastic group.
+        """
         with phase("save"), call(self._comm, f"{type(self).__name__}.{method}"):
             yield
 
@@ -401,7 +404,7 @@ class CheckpointStore(Store):
             save.finish(at_once)
 
     def _settle(self) -> None:
-        """Wait until no thread removes old steps.
+        """Wait until the thread that removes old steps, if any, has ended.
 
         Raise ClosedError if the store is closed.
         """

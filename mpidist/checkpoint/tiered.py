@@ -105,7 +105,8 @@ class TieredStore(Store):
             self._node = comm.Split(places.index(here), comm.rank)
         self._local: Any = None  # a CheckpointStore, once the shared folder has an identity
         self._ours = False  # whether this run continues the history of the nodes' copies
-        self._history: int | None = None  # of the newest copy, if the next one may continue it
+        # The history of the newest copy on the nodes; None if the next copy may not continue it.
+        self._history: int | None = None
         self._holds = True  # False as soon as there is no room for copies
 
     def __repr__(self):
@@ -157,7 +158,7 @@ class TieredStore(Store):
                 held = self._hold(copying, state, CheckpointStore.save)
                 copying.start()
                 return held
-            name = f"{step}-{secrets.token_hex(8)}"  # that of rank 0 is taken
+            name = f"{step}-{secrets.token_hex(8)}"  # all ranks use the name that rank 0 has drawn
             return self._hold(_Copy(step, name, self._history), state, CheckpointStore.save)
 
     def stop_holding(self) -> None:
@@ -188,7 +189,7 @@ class TieredStore(Store):
         with self._call("restore"):
             self.wait()
 
-            def check() -> dict:  # `shared` would check only after the copies are tried
+            def check() -> dict:  # checked now: `shared` would check only after the copies are read
                 given = {"like": "none" if like is None else "a state"}
                 return {**which(step, history), **given, "verify": yes_or_no("verify", verify)}
 
@@ -283,7 +284,7 @@ class TieredStore(Store):
                 self._node.Free()
 
     def _abandon(self) -> None:
-        """Close the store on this rank alone, since other ranks may have no exception."""
+        """Close the store on this rank alone; other ranks may not have raised an exception."""
         self.shared._abandon()
         if self._local is not None:
             self._local._abandon()

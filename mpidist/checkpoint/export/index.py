@@ -1,7 +1,7 @@
-"""Write ``index.h5`` into the folder of a step, which contains the shard files.
+"""Write ``index.h5`` into the folder of a step: an HDF5 file in which each saved array is whole.
 
-In the index, each saved array is one virtual dataset, which refers to the parts of the array in the
-shard files.
+The folder of a step contains shard files, which have the arrays in parts. In the index, each saved
+array is one virtual dataset, which refers to the parts of the array in the shard files.
 
     index.h5:  parameters/w (12, 5)  =  shard-00000.h5:/0   elements  0 to 23, as three boxes
                                         shard-00001.h5:/0   elements 23 to 60, as two

@@ -43,7 +43,8 @@ def export_by_all(comm, path: str, target: Path, step: int | None) -> int:
     def write() -> None:
         with h5py.File(target, "r+", driver="mpio", comm=comm) as file:
             for keys, (array, start) in rows.items():
-                # HDF5 allocates an empty data set when it is opened, which is a collective call.
+                # HDF5 would allocate an empty data set when it is opened, which is a collective
+                # call, so empty data sets are not opened.
                 if array.ndim and array.size:
                     _write(file[name_of(keys)], _stored(array), start)
 
@@ -60,7 +61,8 @@ def _make(target: Path, tensors: tuple[Fact, ...], rows: dict, extras: dict) -> 
     Write the zero-dimensional arrays, and the extras (the values that are not arrays).
     """
     empty, dtypes = named({name_of(t.path): np.empty(0, named_dtype(t.dtype)) for t in tensors})
-    # HDF5 allocates all space before the file is closed, and writes no fill values into it.
+    # With these properties, HDF5 allocates the space of all data sets before the file is closed,
+    # and writes no fill values into it.
     early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)

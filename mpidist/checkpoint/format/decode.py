@@ -1,4 +1,7 @@
-"""Decode a manifest and its tables; prove that the shard files hold each element exactly once."""
+"""Decode the manifest and tables of a checkpoint; check that they list each element exactly once.
+
+An element of an array that no shard file holds, or that two pieces hold, makes the step damaged.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def _rows(head: dict, data: memoryview, file: int, name: str) -> np.ndarray:
 
 
 def _prove(found: Manifest) -> None:
-    """Raise Damaged unless the files hold every element of every tensor exactly once."""
+    """Raise Damaged unless the manifest lists every element of every tensor exactly once."""
     if len({file.name for file in found.files}) != len(found.files):
         raise Damaged(f"{NAME} names a file twice")
     if found.block > manifest.MAX_BYTES:  # a reader allocates memory for a block

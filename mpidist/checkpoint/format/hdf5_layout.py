@@ -41,7 +41,7 @@ _LONGEST = 1024
 #: collection.
 _NODE, _COLLECTION = 1024, 4096
 _UNDEFINED = b"\xff" * 8
-#: Bytes of the header of the group.
+#: Bytes of the header of the root group.
 _GROUP = 40
 #: HDF5's encoding of a text of any length in UTF-8, as a reference of 16 bytes.
 _TEXT = pack("<4BI4BIHH", 0x19, 1, 1, 0, 16, 0x10, 0, 0, 0, 1, 0, 8)

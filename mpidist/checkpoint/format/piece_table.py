@@ -101,7 +101,7 @@ class Grid:
         #: The position of the first element of each tensor, if all tensors are flattened and laid
         #: end to end.
         self.base = np.add.accumulate(self.count) - self.count
-        #: Whether all these positions fit in 64 bits.
+        #: Whether all positions in this end-to-end order fit in 64 bits.
         self.exact = sum(map(prod, shapes)) < BIG
 
 

@@ -29,7 +29,7 @@ Path = tuple[str, ...]
 
 MAX_DEPTH = 32
 #: The largest number of bits of an integer among the extras, about 4,214 decimal digits. Python
-#: refuses to convert texts of more than 4,300 digits.
+#: could not read a larger one back: it refuses to convert a text of more than 4,300 digits.
 _MOST_BITS = 14_000
 
 
@@ -272,7 +272,7 @@ def to_json(value, path: Path = ()):
 
 
 def plain(value, path: Path = ()):
-    """Return an extra as a save and a restore would return it, for example a list for a tuple."""
+    """Return the value that an extra has after a save and a restore: a tuple becomes a list."""
     return from_json(to_json(value, path))
 
 

@@ -1,1 +1,1 @@
-"""Restore a step: plan which rank reads which bytes, read and check them, and fill the arrays."""
+"""Restore a saved step: plan which rank reads which bytes, read, check, and fill the arrays."""

@@ -41,7 +41,7 @@ def staged_bytes(leaf) -> int:
 
 
 def batches(sizes: Sequence[int]) -> list[int]:
-    """Divide tensors into consecutive batches, and return the end of each batch.
+    """Divide the tensors of a restore into consecutive batches, and return the end of each batch.
 
     `sizes` has the bytes of temporary host memory that each tensor needs.
 
@@ -95,7 +95,7 @@ class Filling:
             self._leaves.append((path, leaf, host))
             wants = shared if path in common else own
             wants += places.wants(number[path], region_of(leaf), host)
-        #: `shared` has the parts that ranks exchange, and `items` has all items that this rank
+        #: `shared` has the parts that ranks exchange, and `wants` has all items that this rank
         #: reads.
         self.shared = ReadAndBroadcast(shared, found.block, rank, ranks, room)
         self.wants = [*own, *self.shared.mine]

@@ -4,7 +4,7 @@
     ranks       each rank broadcasts its part, while the ranks read their next parts
 
 A read item is a range of bytes of a file, and the array that it fills. Every rank makes the same
-read items from the same manifest, so the ranks need not send each other what they read.
+read items from the same manifest, so the ranks need not tell each other which bytes they read.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _LARGE = 4 << 20
 _MESSAGE = 1 << 30
 #: The largest number of messages that are being sent at the same time.
 _IN_FLIGHT = 32
-#: The requests of exchanges that have failed are kept with their buffers, because MPI may still use
-#: the buffers.
+#: The MPI requests of failed exchanges, with their buffers. They are kept, because MPI may still
+#: use the buffers.
 _abandoned: list = []
 #: Seconds between two tests of a request or of a read.
 _NAP = 0.0002
@@ -136,7 +136,7 @@ class ReadAndBroadcast:
                         for target, place in places:
                             np.copyto(target, place)
         except BaseException:
-            _abandoned.append(under_way)  # MPI may still write into these targets
+            _abandoned.append(under_way)  # MPI may still write into the arrays of these requests
             raise
 
     def _places(self, targets: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:

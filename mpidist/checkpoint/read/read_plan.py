@@ -130,8 +130,8 @@ def _boxes(shape, rows, region: Region, target, block: int) -> Iterator[ReadItem
     for position, box in boxes_of(region, shape):
         part = target
         if target.shape != box.extent:
-            # This view has those elements of the flat range that are in the box, in the shape of
-            # the box. Such a view exists for any strides of the array.
+            # This view of `target` has those elements of the flat range that are in the box, in
+            # the shape of the box. Such a view exists whatever strides `target` has.
             part = target[position : position + box.size].reshape(box.extent)
         for row in rows:
             for held, other in boxes_of(piece_table.region_of_row(row, len(shape)), shape):

@@ -88,7 +88,7 @@ class FoundStep(NamedTuple):
     ends : for each batch of tensors, the number of its last tensor, plus 1. The arrays of a batch
         are filled together.
     large : whether some rank needs much memory for its read plan, or temporary host memory for
-        arrays on devices.
+        arrays on devices. The ranks then agree that no rank lacks memory before they read.
     found : the positions of all pieces, or None if each rank must ask for the pieces that it wants.
     """
 

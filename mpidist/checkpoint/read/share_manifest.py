@@ -21,8 +21,8 @@ from ..format import piece_table
 from ..format.manifest import Layout, Manifest
 from ..format.state import Fact, Shard
 
-#: All pieces of a tensor are broadcast if the numbers of its pieces that the ranks want add up to
-#: more than this many times its number of pieces.
+#: If the ranks together ask for more than this many times the number of a tensor's pieces, rank 0
+#: broadcasts all its pieces, instead of sending each rank the pieces that this rank wants.
 _ONE_BY_ONE = 4
 
 

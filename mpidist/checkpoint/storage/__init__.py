@@ -1,1 +1,5 @@
-"""The files of a store: system calls, step folders, the lock, removal of steps, and threads."""
+"""How a checkpoint store uses the disk.
+
+The modules here make all system calls of a store, name and read the step folders, lock the store's
+folder, remove old steps, and start the threads that read, write and remove files.
+"""

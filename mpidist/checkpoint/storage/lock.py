@@ -107,7 +107,7 @@ class RunLock:
                 descriptor = files.open_or_create(NAME, root)
                 stack.callback(files.close, descriptor)
                 free = True
-                with suppress(OSError):  # without locks, only `check` protects the folder
+                with suppress(OSError):  # on a file system without locks, only `check` helps
                     free = files.lock(descriptor)
                 if not free:
                     with suppress(FileNotFoundError):  # another process has just removed the file

@@ -48,7 +48,7 @@ def claim(folder: int) -> int:
     with ExitStack() as stack:
         descriptor = files.create(OWNER, folder)
         stack.callback(files.close, descriptor)
-        with suppress(OSError):  # a file system without locks: only the age counts
+        with suppress(OSError):  # a file system without locks: only the folder's age counts
             files.lock(descriptor)
         files.write_at(descriptor, f"{socket.gethostname()} {os.getpid()}\n".encode(), 0)
         stack.pop_all()
@@ -95,7 +95,7 @@ def _is_dead(name: str, root: int) -> bool:
             return _age(folder, root) > PATIENCE_SECONDS
         try:
             mine = False
-            with suppress(OSError):  # a file system without locks: only the age counts
+            with suppress(OSError):  # a file system without locks: only the folder's age counts
                 if not files.lock(descriptor):
                     return False
                 host = os.pread(descriptor, 300, 0).split()[:1]
@@ -106,9 +106,10 @@ def _is_dead(name: str, root: int) -> bool:
 
 
 def _age(folder: int, root: int) -> float:
-    """Return how many seconds before the last change of `root` the last change of `folder` was.
+    """Return the age of `folder` in seconds, by the clock of the file system.
 
-    `root` is the folder of the store.
+    The age is the time from the last change of `folder` to the last change of `root`, the folder of
+    the store.
     """
     return os.fstat(root).st_mtime - os.fstat(folder).st_mtime
 

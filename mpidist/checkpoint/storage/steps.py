@@ -26,7 +26,8 @@ _STEP = re.compile(r"step-([0-9]{12})(?:-h([1-9][0-9]*))?(?:\.([1-9][0-9]*))?", 
 class Entry(NamedTuple):
     """The numbers in the name of a step folder.
 
-    If entries are sorted, they are in order from the oldest to the newest step folder.
+    `generation` counts how often the step was saved again: 0 is the first save. If entries are
+    sorted, they are in order from the oldest to the newest step folder.
     """
 
     history: int

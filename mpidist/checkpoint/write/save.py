@@ -65,7 +65,8 @@ class Save:
         self.comm, self.path, self._place = comm, place.path, place
         self._began, self._ended = time.perf_counter(), 0.0
         self._outcome: bytes | Exception | None = None  # the head of this rank's table, or an error
-        self._committed: int | Exception | None = None  # bytes of the state, on rank 0
+        # On rank 0: the number of bytes of the committed state, or an error.
+        self._committed: int | Exception | None = None
         self._written, self._cancelled = threading.Event(), threading.Event()
         self._thread: Worker | None = None
         self._data: list = []
@@ -98,7 +99,8 @@ class Save:
         """
         try:
             if not self._begun.plan.work.writes and self._outcome is None:
-                self._outcome = b""  # rank 0 may have renamed the folder already
+                # This rank does not open the folder, which rank 0 may have renamed already.
+                self._outcome = b""
             if self._outcome is None:
                 with files.folder(self.path) as root, files.folder(self.name, root) as folder:
                     self._outcome = shard_writer.write(
@@ -111,8 +113,8 @@ class Save:
 
     def start(self) -> None:
         """Start a thread that writes this rank's shard and, on rank 0, commits the step."""
-        # The thread is not a daemon thread, so a process that ends waits for it. The thread needs
-        # the interpreter.
+        # The thread is not a daemon thread: it needs the Python interpreter, which therefore waits
+        # for the thread before the process ends.
         self._thread = Worker(self._background, "mpidist-save")
         try:
             self._thread.start()
