@@ -81,7 +81,7 @@ class Carried:
         return memory_folder() if self.group and self.group.settings.every else None
 
     def copies(self, store, step: int):
-        """Return a `MemoryCopies` that copies the state after `step`, or None if not wanted."""
+        """Return a `MemoryCopies` for the steps after `step`, or None if no copies are wanted."""
         every, memory = self.group and self.group.settings.every, self.memory
         if not every or memory is None or getattr(store, "folder", None) != memory:
             return None
@@ -92,7 +92,10 @@ class Carried:
         return copies
 
     def open(self, strategy, comm, asked, settings: Mapping):
-        """Open the exchange; after a death, with the kept state of the optimizer. Collective."""
+        """Open the exchange of gradients. Collective.
+
+        After the death of a rank, the exchange is opened with the kept state of the optimizer.
+        """
         if self._facts is None:
             return strategy.open(comm, asked.model, asked.optimizer, **settings)
         state = self._optimizer_state
@@ -125,7 +128,7 @@ class Carried:
             exchange.price = self._facts["price"]
 
     def hold(self, run: Progress, guard: Guard, callbacks) -> None:
-        """Keep the state of `run` if a death comes from now on; `run` is about to do steps."""
+        """Keep the state of `run` if a rank dies from now on; `run` is about to do its steps."""
         group = self.group
         if group is None:
             return
@@ -205,7 +208,8 @@ class Carried:
     def check_living(self, ranks: Sequence[int]) -> None:
         """Raise RankFailure on all ranks if the run cannot go on with only these `ranks`.
 
-        `ranks` are numbers in the communicator with which the run began.
+        `ranks` are numbers in the communicator with which the run began. This method raises
+        nothing, because replicas can go on with any ranks; subclasses override it.
         """
 
 
@@ -261,7 +265,8 @@ def train_elastic(
         if is_death(error):
             raise rank_failure(error) from error
         raise
-    # On a spare, a request to stop stays pending until the spare trains and has a guard.
+    # A spare waits to replace a dead rank. On a spare, a signal that asks for a stop stays pending
+    # until the spare trains and has a guard.
     if group.is_spare:
         signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
     try:

@@ -190,7 +190,8 @@ def check_job(values: Mapping, where: str = "job") -> Job:
             raise ConfigError(f"{where}: unknown key {key!r}; expected one of {names}")
     strategy = values.get("strategy")
     if isinstance(strategy, dict):
-        # A table without a name is the default strategy's, as in --set strategy.algorithm=ring.
+        # A [strategy] table without a name belongs to the default strategy, as in
+        # --set strategy.algorithm=ring.
         values = {**values, "strategy": {"name": "allreduce", **strategy}}
     job = Job(**values)
     for name in TABLES:

@@ -47,7 +47,7 @@ def open_store(comm, checkpoint, fresh: bool | str, memory: Path | None):
     if checkpoint is None or hasattr(checkpoint, "restore"):
         return nullcontext(checkpoint)
     if not callable(checkpoint):
-        # Not at the top: a run without checkpoints needs nothing of the store.
+        # Imported here, because a run without checkpoints does not need the store.
         from ..checkpoint.memory_copies import open_with_copies
         from ..checkpoint.store import CheckpointStore
 

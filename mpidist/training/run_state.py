@@ -27,7 +27,7 @@ from ..runtime.agreement.run_on_all import run_on_all
 from . import resume_report
 from .quarantine import Quarantine
 
-#: Attributes of `Progress` with which a run continues after a death.
+#: Attributes of `Progress` with which a run continues after the death of a rank.
 _CARRIED = (
     "first_step", "samples", "failed_saves", "failure", "changed", "stopping", "bad", "_losses",
     "_losses_of", "owes_save", "_has_copy",
@@ -182,7 +182,7 @@ class Progress:
         }
 
     def facts_to_carry(self, losses_of_guard: list) -> dict:
-        """Return plain values with which a run continues after a death; see `elastic_run`."""
+        """Return plain values with which the run continues after a rank's death (`elastic_run`)."""
         return {
             **self._facts(),
             "more": [getattr(self, name) for name in _CARRIED],
@@ -192,7 +192,7 @@ class Progress:
         }
 
     def continue_from(self, facts: Mapping) -> None:
-        """Continue a run that a death has interrupted, from `facts_to_carry`. Collective."""
+        """Continue after a rank's death, from `facts`, a result of `facts_to_carry`. Collective."""
         self._take(facts)
         for name, value in zip(_CARRIED, facts["more"], strict=True):
             setattr(self, name, value)
@@ -239,9 +239,9 @@ class Progress:
         copies.keep(self.comm, self.step, state)
 
     def hand_over(self) -> bool:
-        """If a next attempt asks for it, leave the state in memory for that attempt. Collective.
+        """If the job's next attempt asks for it, leave the state in memory for it. Collective.
 
-        Returns whether the next attempt continues from it. Otherwise this run saves its state.
+        Returns whether the next attempt continues from this state; if not, the caller saves it.
         """
         memory = memory_folder()
         if memory is None or not hasattr(self.store, "let_go"):
@@ -329,7 +329,7 @@ class Progress:
         if self.exchange.equal_state:
             return
         arrays = [a for a in getattr(self.model, "state", {}).values() if a.dtype.kind == "f"]
-        # The means are copied at the end, so a death in these calls does not change the state.
+        # The means are copied at the end, so the state is unchanged if a rank dies in these calls.
         means = [allreduce(self.exchange.workers, array.copy(), "mean") for array in arrays]
         for array, mean in zip(arrays, means, strict=True):
             array[...] = mean
@@ -440,7 +440,7 @@ class Progress:
 
 
 def without_losses(facts: Mapping) -> dict:
-    """Return `Progress.facts_to_carry` for a worker that has not taken part in these steps."""
+    """Return `facts`, of `facts_to_carry`, without losses: for a worker that did no steps yet."""
     new = {"_losses": [0.0, 0], "_losses_of": -1}
     more = [new.get(*each) for each in zip(_CARRIED, facts["more"], strict=True)]
     return {**facts, "more": more}

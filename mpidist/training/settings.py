@@ -51,7 +51,7 @@ _WITNESSES, _LONGEST = 8, 80
 class TrainSettings(NamedTuple):
     """The objects that are made from the arguments of `md.train`.
 
-    `elastic` has the settings of a run that goes on after a death, and is None for other runs.
+    `elastic` has the settings of a run that goes on after the death of a rank; None for other runs.
     `watch` says whether `md.train` must start a watch for hangs, because the program has not
     started one. `words` are the compared settings as text.
     """

@@ -4,7 +4,8 @@ A strategy contains only settings. The method `open` of a strategy makes an exch
 object that combines the gradients. To add a strategy, write a dataclass in ``exchanges``, a line in
 `STRATEGIES`, and an exchange: an object with ``workers, begin, compute, reduce, update, state,
 check, save_point, finish, evaluate, digest, close, abandon`` (and ``stragglers`` and a few
-attributes: see ``allreduce_exchange.py``). A strategy may have a method `check_run`.
+attributes: see ``allreduce_exchange.py``). If a strategy has a method `check_run`, `md.train` calls
+it before the run, to refuse a run that is not possible.
 """
 
 from __future__ import annotations
@@ -112,8 +113,9 @@ def _hogwild() -> Callable:
     return Hogwild
 
 
-#: Name in a job file -> the function that returns what makes the strategy. It loads the module of
-#: this strategy only: with those of parameter servers, every start would take 15 ms longer.
+#: The name of a strategy in a job file -> a function that imports the module of this strategy, and
+#: returns the class or function that makes it. The modules of other strategies are not imported:
+#: those of parameter servers alone would add 15 ms to every start.
 STRATEGIES: dict[str, Callable[[], Callable]] = {
     "allreduce": lambda: AllReduce,
     "parameter_server": _server_strategy,

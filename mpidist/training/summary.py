@@ -17,9 +17,9 @@ class Summary:
     """Result of `md.train`.
 
     `step_times` has the share of communication in the time of the steps, and a histogram of the
-    times of steps for each worker, see `fault_tolerance.communication_share.summarize_steps`. After
-    a death, it covers only the steps since the death. Times are wall-clock times. `rank_hours` is
-    the wall-clock time in hours, multiplied by the number of ranks.
+    times of steps for each worker, see `fault_tolerance.communication_share.summarize_steps`. If
+    ranks have died, `step_times` covers only the steps since the last death. Times are wall-clock
+    times. `rank_hours` is the wall-clock time in hours, multiplied by the number of ranks.
     """
 
     test_accuracy: float | None

@@ -180,7 +180,7 @@ def train(
         def carry(name: str, ranks: int) -> Carried:
             if getattr(agreed.strategy, "has_replicas", False):
                 return Carried(given, name)
-            # Not at the top: most runs have no servers, a sixth of what would be imported.
+            # Imported here: most runs have no servers, whose modules are a sixth of all imports.
             from .exchanges.carried.carried_servers import CarriedServers
             from .exchanges.carried.replicated_servers import ReplicatedServers
 
@@ -214,14 +214,15 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
     An elastic run calls this function again after each death, with the communicator of the living
     ranks. Then `carried` has the state from which these ranks continue.
     """
-    # In this case the store must not be opened, because the next attempt may be writing to it.
+    # If the next attempt has taken over the run, the store must not be opened, because the next
+    # attempt may be writing to it.
     if carried.step >= 0 and hand_over.is_handed(comm):
         raise Stopped(carried.step, "the next attempt goes on with the run")
     source, sampler, pace = agreed.source, agreed.sampler, agreed.pace
     settings: dict = {"global_batch": sampler.global_batch, "seed": sampler.seed}
     if asked.microbatches is not None:
         settings["microbatches"] = asked.microbatches
-    watch_it = agreed.watch and comm.size > 1  # elastic runs may have lost ranks
+    watch_it = agreed.watch and comm.size > 1  # an elastic run may have only one rank left
     watch = watched(comm, asked.watch_seconds) if watch_it else nullcontext()
     fresh = carried.fresh(asked.resume)
     leaving = hand_over.leaving(comm)
@@ -315,7 +316,7 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                         hand_over.announce(False)
                     run.in_time = not run.stopping or watcher.fits(exchange.workers, exchange.wait)
                     if run.stopping and exchange.synchronous and run.hand_over():
-                        pass  # the next attempt has the state, and trains
+                        pass  # the next attempt has the state, and continues the run
                     elif run.in_time:
                         run.checkpoint()
                     else:

@@ -1,5 +1,6 @@
-"""How `AllReduce` exchanges gradients: each rank has a replica; each step averages gradients.
+"""How the strategy `AllReduce` exchanges gradients: each step averages them over all ranks.
 
+Each rank has a replica (a copy) of the whole model, and updates it with the averaged gradients.
 The loss and the request to stop are reduced in the same vector as the gradients. Therefore a step
 needs exactly one reduction inside a node, however many tensors there are (R100), and one reduction
 per bucket (a part of the vector) between nodes. The vector contains:
@@ -37,7 +38,7 @@ class Replicas(WholeModel):
     dedicated = False
     synchronous = True
     equal_state = False  # the model's state may differ from rank to rank
-    price: dict | None = None  # the cost of a fixed order, which `PieceReplicas` measures
+    price: dict | None = None  # the cost of sums in a fixed order, which `PieceReplicas` measures
     wait = staticmethod(wait_until)
 
     def __init__(

@@ -43,7 +43,7 @@ class WholeModel:
         return None
 
     def peer_facts(self) -> dict | None:
-        """Return None: only exchanges that average models with peers have such facts."""
+        """Return None: only exchanges that average models with peers have facts about peers."""
         return None
 
     def digest(self) -> str:

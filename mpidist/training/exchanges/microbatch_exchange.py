@@ -77,7 +77,7 @@ class PieceReplicas(Replicas):
         """Return None, because nothing is sent before all pieces of this rank are computed."""
 
     def close(self) -> None:
-        """Free the sums. Collective."""
+        """Free the `PieceSum` objects, which add the gradients of the pieces. Collective."""
         for sums in self._sums:
             sums.close()
 

@@ -10,8 +10,8 @@ checkpoint has one model, and any number of ranks and any strategy can restart f
 is resumed from a checkpoint continues exactly as the run that saved it.
 
 Ranks may be at different steps. If a rank is asked to stop, `Agreement` finds a step that no rank
-has passed. While a rank waits, it answers the messages of `Agreement`; otherwise two ranks could
-wait for each other.
+has passed, and all ranks stop after this step. While a rank waits, it answers the messages of
+`Agreement`; otherwise two ranks could wait for each other.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Peers(WholeModel):
         run_on_all(comm, "md.train: graph", plan.digest, _refuse, if_differs=True)
         self._open(comm, model, optimizer)
         self.plan, self.every = plan, every
-        # `run_on_all`, because a rank may have too little memory for the messages.
+        # `run_on_all` raises on all ranks if one rank has too little memory for the messages.
         self.messages = run_on_all(comm, "md.train: messages", lambda: self._messages(bound))
         # If each round averages over all ranks, an allreduce is faster.
         self._by_allreduce = plan.is_all and bound == 0
@@ -146,7 +146,7 @@ class Peers(WholeModel):
             self._round()
 
     def _round(self) -> None:
-        """Average with the peers of the next round."""
+        """Average this rank's model with the models of its peers in the next round."""
         self.rounds += 1
         with self.context.call("md.train: average"):
             self._begin("average", f"round {self._since // self.every}")
@@ -264,7 +264,7 @@ class Peers(WholeModel):
             self.context.break_off(error)
 
     def lost(self, error: BaseException) -> None:
-        """After a death, keep the buffers into which MPI may still write."""
+        """After the death of a rank, keep the buffers into which MPI may still write."""
         _ended.append(self)
 
 

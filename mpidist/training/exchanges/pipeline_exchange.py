@@ -47,7 +47,10 @@ _CHUNK = 128
 
 
 class Untimed:
-    """Replaces `Stragglers`, and ignores the times: stages may need different times."""
+    """Stands in for `Stragglers`, which finds slow ranks by the times of their steps.
+
+    The ranks of a pipeline may need different times, so this class ignores the times.
+    """
 
     def note(self, *seconds: float) -> None:
         """Do nothing."""
@@ -182,7 +185,10 @@ class Stages:
             gradient *= factor
 
     def _update_now(self, gradients: dict, parameters: dict, weight: float) -> None:
-        """Update the parameters with the gradients of one round, which has this `weight`."""
+        """Update the parameters with the gradients of one round of microbatches.
+
+        `weight` is the weight of the round in the step.
+        """
         self.optimizer.update(gradients, self.optimizer_state, parameters, weight)
 
     def update(self) -> None:

@@ -80,7 +80,7 @@ class Kept(NamedTuple):
     newcomer : bool
         Whether this worker begins in a run in which others have worked before.
     looked : int
-        The clock at whose beginning the workers have rebalanced the servers' shares last.
+        The clock at whose beginning the workers last checked the balance of the servers' shares.
     """
 
     servers: Sequence[int]
@@ -234,16 +234,17 @@ class Served(WholeModel):
         return loss, samples
 
     def _rebalance_shares(self) -> None:
-        """Look how busy the servers are, at the beginning of every so many clocks.
+        """Rebalance the servers' shares of the model, if a check is due at this clock.
 
-        Nothing of the step has been done then, so a death in this call breaks off no step. If the
-        change is not possible (a lack of memory), the run goes on with the present shares.
+        The check comes before all other work of a step, so the death of a rank in this call
+        interrupts no step. If the change is not possible (a lack of memory), the run goes on with
+        the present shares.
         """
         clock, policy = self.client.finished, self._rebalance
         if policy is not None and clock > self.looked and clock % policy.every == 0:
             try:
                 self.group.rebalance(policy)
-            except ConfigError as error:  # on all ranks, and nothing has changed
+            except ConfigError as error:  # raised on all ranks; the shares have not changed
                 self._rebalance = None
                 events.emit("rebalance_refused", step=clock, reason=str(error))
                 if self.comm.rank == self.group.worker_ranks[0]:
@@ -335,7 +336,8 @@ class Served(WholeModel):
         if not saving or self.comm.rank == self.group.server_ranks[0]:
             slots.update(held["scalars"])
         state = {"parameters": _pieces(held["parameters"], shapes), "optimizer": slots}
-        # A server may hold no tensor of some kind. An empty dict would be saved as an entry.
+        # An empty dict would be saved as an entry. So a kind of which this server holds no tensor
+        # is left out.
         return {kind: entries for kind, entries in state.items() if entries}
 
     def begin(self) -> None:
@@ -390,7 +392,7 @@ class Served(WholeModel):
         self.group.__exit__(type(error), error, error.__traceback__)
 
     def lost(self, error: BaseException) -> None:
-        """After a death, end the group, and keep the buffers into which MPI may still write."""
+        """After the death of a rank, end the group; keep the buffers that MPI may still write."""
         if self.agreement is not None:
             keep_alive(self.agreement.__dict__)
         self.abandon(error)

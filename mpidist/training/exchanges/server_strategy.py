@@ -123,7 +123,7 @@ class ParameterServer:
     def open(self, comm, model, optimizer, *, global_batch: int, seed: int, kept=None):
         """Return the object that exchanges the gradients in one run. Collective over `comm`.
 
-        `kept` is given in elastic runs: the facts that this rank has kept over a death, see
+        `kept` is given in elastic runs: the facts that this rank keeps when another rank dies, see
         `server_exchange.Kept`.
         """
         from .server_exchange import Served

@@ -26,7 +26,8 @@ from .peer_exchange import Peers
 
 #: If a larger share of a gradient's rows is not zero, the update uses the whole gradient.
 _SPARSE = 0.25
-#: Gradients with fewer rows are used as a whole, because the update is faster than a search.
+#: For a gradient with fewer rows than this number, an update of all rows is faster than a search
+#: for the rows that are not zero.
 _FEW_ROWS = 256
 _ALIGNED = 64
 

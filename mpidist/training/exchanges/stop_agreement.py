@@ -42,7 +42,10 @@ class Agreement:
         self._notes: list = []
 
     def at(self, clock: int, wish: bool) -> bool:
-        """Return whether all workers stop after `clock` steps. Call this method once per step."""
+        """Return whether all workers stop after `clock` steps. Call this method once per step.
+
+        `wish` says whether this worker wants to stop.
+        """
         self._reached = clock
         if self.clock is None:
             self.listen(wish)

@@ -17,7 +17,7 @@ from ...fault_tolerance.stragglers import Judge, Window, record, report_straggle
 
 
 class OwnTimes:
-    """The times of this worker. It sends them to the first server as a part of other requests."""
+    """Collects the times of this worker; sends them to the first server with other requests."""
 
     def __init__(self, client):
         self.client, self._window = client, Window()

@@ -1,1 +1,4 @@
-"""What elastic runs with parameter servers carry from one communicator to the next."""
+"""The state that elastic runs with parameter servers keep when a rank dies.
+
+The run then goes on over a new communicator of the living ranks.
+"""

@@ -42,7 +42,12 @@ from .server_roles import ServerRoles, Shares
 
 
 class NextPartition(NamedTuple):
-    """What a rank has from its commit on; `held` is None on a rank that is no server."""
+    """What a rank uses as soon as it commits the next partition of the model among the servers.
+
+    `generation` numbers the partitions. `held` has the shards of this rank, and is None if the rank
+    is not a server. `weights` has the share of each server. `pending` is this worker's unanswered
+    push, if any.
+    """
 
     generation: int
     held: Held | None
@@ -66,8 +71,8 @@ class CarriedServers(Carried):
         super().__init__(given, name)
         self._holds = strategy.consistency.holds
         self._roles, self._size = ServerRoles(strategy, ranks), ranks
-        # How often the model was divided anew, and the shares of all servers since then; and what
-        # this rank has from the next time on.
+        # `_generation` counts how often the model was divided anew among the servers, `_weights`
+        # has the shares of all servers since then, and `_prepared` belongs to the next division.
         self._generation, self._weights = 0, Shares()
         self._prepared: NextPartition | None = None
         self._lost: list[int] = []  # dead servers whose shards are not restored yet
@@ -76,8 +81,8 @@ class CarriedServers(Carried):
         self._newest = 0  # the step of the fastest worker
         self._numbers: list[int] = []  # the numbers of all ranks when the exchange was opened
         self._kept = Kept(())
-        # Set after a death: what this rank serves; and, on a worker, its clock, its old shares of
-        # the batches, its unanswered push, and the clock after which all workers stop.
+        # Set after the death of a rank: what this rank serves; and, on a worker, its clock, its old
+        # shares of the batches, its unanswered push, and the clock after which all workers stop.
         self._served: Any = None
         self._served_workers: list[int] = []
         self._clock, self._ahead, self._stop = 0, 0, None
@@ -102,7 +107,9 @@ class CarriedServers(Carried):
             weights=[*shares.values()],
             placement=self._roles.placement(ranks),
         )
-        if not self._only_serves():  # noted now, for workers may do a step before all are here
+        # The shares are noted now, because faster workers may do a step before all ranks have
+        # opened the exchange.
+        if not self._only_serves():
             workers = [k for k, rank in enumerate(ranks) if self._works(rank)]
             self._shares, self._share = kept.shares, (len(workers), workers.index(comm.rank))
         self._exchange = strategy.open(comm, asked.model, asked.optimizer, kept=kept, **settings)
@@ -148,7 +155,7 @@ class CarriedServers(Carried):
         return max(step, self._newest) if self._facts is not None else step
 
     def hold(self, run, guard, callbacks) -> None:
-        """Keep the state of `run` if a death comes from now on; `run` is about to begin."""
+        """Keep the state of `run` if a rank dies from now on; `run` is about to begin."""
         assert self.group is not None
         guard.survives = True
         if self._guard is not None:
@@ -190,7 +197,7 @@ class CarriedServers(Carried):
         return self.step
 
     def _note_shares(self, group) -> None:
-        """Note the shares of the servers, and those that this rank was about to use."""
+        """Note the servers' shares of the model, and the new shares that were prepared, if any."""
 
         def numbered(shares: Sequence[float]) -> Shares:
             ranks = (self._numbers[k] for k in group.server_ranks)
@@ -208,7 +215,7 @@ class CarriedServers(Carried):
             self._prepared = NextPartition(self._generation + 1, held, shares, self._pending)
 
     def _held_now(self) -> Held:
-        """Return what this server holds."""
+        """Return the shard that this server holds, its copy of another shard, and their clocks."""
         (server, hosted), copies = self._served, self._served[0].copies
         workers = self._served_workers
         return Held(
@@ -274,17 +281,17 @@ class CarriedServers(Carried):
         return self._newest
 
     def _go_through(self, comm) -> None:
-        """Divide the model anew as others have, if some ranks have and some not. Collective."""
+        """Commit the prepared partition if another rank has already committed it. Collective."""
         doing, prepared = "md.train: the layout of the servers", self._prepared
         newest = run_on_all(comm, doing, lambda: self._generation, max)
         if prepared is not None and prepared.generation == newest > self._generation:
             self._commit(prepared)
-        elif self._generation < newest:  # a spare, or a rank that goes back with the others
+        elif self._generation < newest:  # a spare, or a rank that goes back to a checkpoint
             self._generation, self._weights, self._served = newest, {}, None
         self._prepared = None
 
     def _commit(self, prepared: NextPartition) -> None:
-        """Use what is prepared from now on."""
+        """Use the partition `prepared` from now on."""
         self._generation, held, self._weights, self._pending = prepared
         if held is not None:
             self._served[1].shard = held.shard

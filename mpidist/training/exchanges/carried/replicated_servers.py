@@ -3,8 +3,9 @@
     facts     each server tells which shards and copies it holds; for the shard of a dead server,
               its copy is used
     pushes    if the mode applies each push when it arrives, a push that a death has interrupted is
-              sent again to the servers that provide the shards without this push
-    move      each living server gets its part of the new layout for fewer servers, and a new copy
+              sent again to the servers whose shards lack this push
+    move      each living server gets its part of the model, in a new layout for fewer servers, and
+              a new copy of the part of another server
     commit    when all ranks have received all their parts, they forget their old shards
 
 Until the commit, each rank keeps its old shards beside the new ones. If another rank dies before
@@ -36,18 +37,18 @@ class ReplicatedServers(CarriedServers):
 
     def __init__(self, given, name: str, strategy, ranks: int):
         super().__init__(given, name, strategy, ranks)
-        self._held: Held | None = None  # by this rank, in this generation
+        self._held: Held | None = None  # the shards of this rank in this generation
         self._held_by = Shares()  # the servers of this generation; empty if nobody serves yet
 
     def restore(self, run, resume, retry_bad: bool, handed: str) -> None:
-        """Restore `run` from the newest checkpoint, and fill the copies. Collective."""
+        """Restore `run` from the newest checkpoint, and fill the copies of shards. Collective."""
         super().restore(run, resume, retry_bad, handed)
         run.exchange.fill_copies()
 
     # -- after a death -------------------------------------------------------------------
 
     def note_state(self) -> int:
-        """Keep the state of the interrupted run and the shards; return the step of it, or -1."""
+        """Keep the state and the shards of the interrupted run; return its step, or -1."""
         exchange = self._exchange
         step = super().note_state()
         if exchange is not None:
@@ -62,7 +63,7 @@ class ReplicatedServers(CarriedServers):
 
     def _go_through(self, comm) -> None:
         super()._go_through(comm)
-        if not self._weights:  # a spare, or a rank that goes back with the others
+        if not self._weights:  # a spare, or a rank that goes back to a checkpoint
             self._held, self._held_by = None, {}
 
     def _commit(self, prepared: NextPartition) -> None:
@@ -91,7 +92,8 @@ class ReplicatedServers(CarriedServers):
         self._held, self._held_by = None, {}
 
     def _who_knows(self, served: list[dict], me: int) -> Collection[int]:
-        # `_continue` decides this for all servers at the commit; before, nothing changes.
+        # At the commit, `_continue` notes that all servers have the push; until then, nothing
+        # changes.
         assert self._pending is not None
         return self._pending.known
 
@@ -162,7 +164,7 @@ class ReplicatedServers(CarriedServers):
     ) -> dict[int, ServerShard]:
         """Return the new shard and copy of this rank by their numbers. Collective.
 
-        `shares` are those before, and those of now.
+        `shares` has the servers' shares before the death, and their new shares.
         """
         old, new = map(self._layout, shares)
         before, now = shares

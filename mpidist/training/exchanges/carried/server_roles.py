@@ -1,6 +1,7 @@
-"""Which ranks of an elastic run are servers or workers, and each server's share; uses no MPI.
+"""Which ranks of an elastic run are servers or workers, and each server's share of the model.
 
-Ranks are named by their numbers in the first communicator, which never change.
+Ranks are named by their numbers in the communicator with which the run began, so that these numbers
+never change. This module uses no MPI.
 """
 
 from __future__ import annotations
@@ -40,11 +41,14 @@ class ServerRoles:
 
     @property
     def known(self) -> bool:
-        """Whether the shares are known; "auto" needs the hosts, see `balance`."""
+        """Whether the shares are known; for servers="auto", `balance` needs the hosts first."""
         return self._asked is not None
 
     def balance(self, hosts: Sequence[str]) -> None:
-        """Choose the shares; those for servers="auto" follow from the host of each rank."""
+        """Choose the servers' shares of the model; `hosts` has the host of each rank.
+
+        Only for servers="auto" do the shares depend on the hosts.
+        """
         self.servers, _, parts = ranks_and_shares(*self._given, lambda: hosts)
         self._asked = _scaled(dict(zip(self.servers, parts, strict=True)))
 
@@ -67,13 +71,13 @@ class ServerRoles:
         return rank not in self._only_serve
 
     def placement(self, ranks: Sequence[int]) -> list[int]:
-        """Return the places in `ranks` of the servers that only serve."""
+        """Return the indices in `ranks` of the servers that are not also workers."""
         return [ranks.index(rank) for rank in self.servers if not self.works(rank)]
 
     def shares(self, before: Shares) -> Shares:
         """Return the shares of the living servers, in the proportions of `before`."""
         if [*before] == self.servers:
-            return before  # to the last bit, for the layout follows from them
+            return before  # equal to the last bit, because the layout follows from the shares
         return _scaled({rank: before.get(rank, 1.0) for rank in self.servers})
 
 

@@ -28,12 +28,13 @@ _MOST_SIMULATED = 500_000
 ENTRY = "pipeline"
 
 
-#: What the checkpoint of a run without `split` says about it; older ones say nothing.
+#: The entries about `split` in the checkpoint of a run without `split`. Older checkpoints have no
+#: such entries.
 _WHOLE: dict[str, Any] = {"split": {}, "split_ranks": 1}
 
 
 def shared_layers(split: Mapping[str, str], ways: int) -> dict[str, Any]:
-    """Return what a checkpoint tells about layers that ranks share."""
+    """Return the entries of a checkpoint about the layers that several ranks share (`split`)."""
     return {"split": dict(split), "split_ranks": ways if split else 1}
 
 
@@ -42,8 +43,8 @@ def last_run(
 ) -> dict | None:  # fmt: skip
     """Return the pipeline's entry in the newest checkpoint; None if there is none. Collective.
 
-    Also None if that run had another `split`, or other numbers of ranks (`ways`) for a split layer:
-    its measured times are those of other parts of layers.
+    The result is also None if that run divided a layer in another way (`split`), or among another
+    number of ranks (`ways`), because its measured times belong to other parts of layers.
     """
     path = getattr(store, "path", None)
     reads = comm.rank == 0 and path is not None and resume not in (False, "fresh")

@@ -52,7 +52,10 @@ def order_of_ranks(
 
 
 def links_of(grid: PipelineGrid, rows: list) -> dict:
-    """Return the bytes between slots, from the profile of the layers, see `slot_links`."""
+    """Return how many bytes each pair of slots exchanges in a step, as `slot_links` does.
+
+    `rows` is the profile of the layers.
+    """
     # The gradient of an output has the same size as the output.
     cuts = [2 * rows[end - 1][2] for end in grid.cuts]
     sums = [0.0] * grid.stages

@@ -64,7 +64,7 @@ class Pipeline:
     reads_last_run: ClassVar[bool] = True  # `open` takes the arguments `store` and `resume`
 
     def __post_init__(self):
-        # In functions: each run imports this file, and few have a pipeline.
+        # Imported in functions, because every run imports this file, and few runs have a pipeline.
         from ....pipeline.pipeline_schedules import SCHEDULES
 
         look_up(SCHEDULES, self.schedule, "schedule")
@@ -111,7 +111,10 @@ class Pipeline:
         return (self.stages or several) * self.chunks
 
     def check_run(self, size: int | None, model, optimizer, microbatches: int | None) -> None:
-        """Raise ConfigError if a run on `size` ranks is not possible; None if `size` is unknown."""
+        """Raise ConfigError if a run on `size` ranks is not possible.
+
+        `size` is None if the number of ranks is not yet known.
+        """
         from ....pipeline.stage_plan import check_layers
 
         layers, cuts = len(check_layers(model)), self.cuts
