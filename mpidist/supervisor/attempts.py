@@ -113,7 +113,8 @@ def run(job: LaunchedJob) -> int:
 def _with_ready_ranks(growth: Growth, action: Action) -> Action:
     """Return the next action: `action`, unless an attempt with more ranks is ready to take over."""
     if not growth.gone and action.what == "relaunch" and not action.pause:
-        # The old ranks have ended before they were asked for their state.
+        # The old ranks have ended before they were asked for their state, so the new ranks restore
+        # the newest step in the store.
         growth.take_over(heartbeat.IN_STORE)
     if not growth.gone:
         return action

@@ -29,7 +29,7 @@ from ..launch.launchers import (
 #: after a state means that the node does not answer.
 _AWAY = ("down", "drain", "fail", "maint", "unk", "power", "no_respond", "boot")
 
-#: The option of Open MPI's launcher with which the living ranks go on after a death.
+#: The option of Open MPI's launcher with which the other ranks go on when a rank dies.
 SURVIVE = "--with-ft", "ulfm"
 
 #: The variable with which srun begins a job step although other steps use the same cores; Open
@@ -83,7 +83,7 @@ def command(
 
 
 def surviving(words: Sequence[str]) -> list[str]:
-    """Add to a launcher's command line the option with which living ranks go on after a death.
+    """Add to a launcher's command line the option with which a job goes on when a rank dies.
 
     Raises
     ------
@@ -130,7 +130,7 @@ def again(ranks: int, started_by: str, library: str, crowded: bool) -> list[str]
         return []
     family, _, version = library.rpartition(" ")
     major = version.partition(".")[0]
-    # Other MPI libraries have other options.
+    # The options for more ranks than cores are known for these two MPI libraries only.
     kind = {"Open MPI": "openmpi", "MPICH": "mpich"}.get(family)
     more = crowding(kind, int(major)) if crowded and kind and major.isdecimal() else []
     return [callable_as("mpirun"), *more, "-n", str(ranks)]
@@ -204,7 +204,7 @@ def named_like(host: str, hosts: Collection[str]) -> str:
 def host_test(
     host: str, words: Sequence[str], by_slurm: bool, program: Sequence[str] = ("true",)
 ) -> list[str]:
-    """Return a command that starts `program` on `host`; by default a program that only ends well.
+    """Return a command that starts `program` on `host`; by default ``true``, which does nothing.
 
     With `by_slurm`, the command is a step of this Slurm job instead of a start of the launcher,
     which would take ten times as long.

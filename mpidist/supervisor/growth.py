@@ -1,4 +1,6 @@
-"""The launcher's part in a hand-over: an attempt with more ranks starts while the old one trains.
+"""How `mpidist launch` gives a run more ranks: a new attempt starts while the old one trains.
+
+When the new ranks are ready, the old ranks leave them the state of the run. This is a hand-over:
 
     old attempt   trains ............... last step, state ....... leaves
     launcher      starts   ready: asks                     decides
@@ -38,24 +40,25 @@ class Waiting(Protocol):
 
     @property
     def signs(self) -> Sequence[Sign]:
-        """The heartbeats of its ranks."""
+        """The heartbeats of the attempt's ranks."""
 
     def fault(self, now: float) -> str:
         """Return the reason for which the attempt must be given up; "" if there is none."""
 
     def end(self) -> None:
-        """End all its processes."""
+        """End all processes of the attempt."""
 
 
 W = TypeVar("W", bound=Waiting)
 
 
 class Growth(Generic[W]):
-    """A hand-over of the old attempt's run to the `new` attempt, which waits for it.
+    """Replaces the running attempt (the old one) by a new attempt with more ranks.
 
-    `folder` is the folder of the old attempt. `more` is the number of additional ranks that the
-    user has asked for. `asked` says whether the old ranks have been asked for their state. `gone`
-    says whether the launcher has decided that the new ranks continue the run.
+    `folder` is the folder of the old attempt. `new` is the new attempt, which starts, and then
+    waits until the old ranks leave it the state of the run. `more` is the number of additional
+    ranks that the user has asked for. `asked` says whether the old ranks have been asked for their
+    state. `gone` says whether the launcher has decided that the new ranks continue the run.
     """
 
     def __init__(self, folder: Path, new: W, more: int):
@@ -63,16 +66,17 @@ class Growth(Generic[W]):
         self.asked = self.gone = False
 
     def look(self, old: Sequence[Sign], now: float) -> str:
-        """Ask for the state if the new ranks are ready; return why to give them up, or "".
+        """If the new ranks are ready, ask the old ranks for their state.
 
-        `old` are the heartbeats of the old ranks.
+        Returns a reason to give up the new ranks, or "" if there is none. `old` are the heartbeats
+        of the old ranks.
         """
         if self.gone:
             return ""
         if why := self.new.fault(now):
             return why
-        # The file CAN exists only while the old ranks are in their loop. Afterwards they must not
-        # be asked, because the signal that asks them would interrupt their last work.
+        # The file CAN exists only while the old ranks are in their training loop. Afterwards they
+        # must not be asked, because the signal that asks them would interrupt their last work.
         ready = heartbeat.has(self.new.folder, heartbeat.READY)
         if not self.asked and ready and heartbeat.has(self.folder, heartbeat.CAN):
             where = heartbeat.IN_STORE
@@ -84,8 +88,9 @@ class Growth(Generic[W]):
         return ""
 
     def listen(self, numbers: Collection[int], seconds: float):
-        """Wait for a signal, as `signal.sigtimedwait` does; decide as soon as the state is there.
+        """Wait for a signal, as `signal.sigtimedwait` does, and for the state of the old ranks.
 
+        As soon as the old ranks have left their state, decide that the new ranks continue the run.
         Returns the signal, or None after `seconds` or when the decision was made.
         """
         if not self.asked or self.gone:

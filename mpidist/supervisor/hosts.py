@@ -1,4 +1,7 @@
-"""Choose the hosts for an attempt of `mpidist launch`: they answer, and do not fail too often."""
+"""Choose the hosts for an attempt of `mpidist launch`.
+
+The chosen hosts answer, and ranks of the job have not failed first on them again and again.
+"""
 
 from __future__ import annotations
 
@@ -206,7 +209,7 @@ def without_culprits(
     out = left_out(*known, job.hosts or {}, list(place.hosts), time.time())
     if not out:
         return place
-    why = "for ranks of this job failed there first, again and again"
+    why = "because ranks of this job were the first to fail there, again and again"
     print_line(f"left out, {why}: {', '.join(out)}")
     hosts = {host: count for host, count in place.hosts.items() if host not in out}
     return place._replace(hosts=hosts, named=True)

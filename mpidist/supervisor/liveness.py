@@ -39,10 +39,11 @@ START = 300.0
 #: Seconds in which the launcher must handle the death of a rank, and for which the launcher itself
 #: may be stopped (SIGSTOP).
 DEAD = 10.0
-#: With a launcher that survives deaths: seconds in which the job must end after a rank has ended
-#: with an error.
+#: With a launcher that goes on when a rank dies: seconds in which the job must end after a rank has
+#: ended with an error.
 ALONE = 3.0
-#: A launcher is killed if it starts no process, or does not end after its ranks, for these seconds.
+#: A launcher is killed if for this many seconds it starts no process, or goes on after all its
+#: ranks have ended.
 LAUNCHER = 30.0
 
 

@@ -41,7 +41,8 @@ def make_memory_folder(control: Path) -> Path | None:
         with suppress(FileNotFoundError):
             known = (control / _NAME).read_text(encoding="utf-8")
             name = known if re.fullmatch(rf"{COPIES}[0-9a-f]+", known) else name
-        # Before the removal, because an older folder of this job would count as left over.
+        # This launcher becomes the owner before the removal of left-over folders, because otherwise
+        # an older folder of this job would be removed, too.
         folder = _own(MEMORY / name)
         (control / _NAME).write_text(name, encoding="utf-8")
         remove_stale_copies(MEMORY)

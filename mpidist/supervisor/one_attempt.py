@@ -75,9 +75,9 @@ class RunningAttempt:
 
     `number` is in the name of the attempt's folder, and no later attempt gets the same number.
     `known_as` is the number of the attempt for the program and the user; it does not count earlier
-    attempts in which the launcher has started no process. `before` is an attempt that still trains;
-    this attempt waits until it can take over its run. `pending` is a signal that came while this
-    attempt waited.
+    attempts in which the launcher has started no process. `before` is the previous attempt if it
+    still trains; then this attempt waits until it can take over the run. `pending` is a signal that
+    came while this attempt waited.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class RunningAttempt:
         return self._ask(request.text, now)
 
     def _look_at_growth(self, growth: Growth, now: float) -> float:
-        """Continue a hand-over or give it up; return the time by which the ranks must end."""
+        """Continue a hand-over (`Growth`) or give it up; return when the ranks must have ended."""
         if growth.gone:
             return now + LEAVE
         asked, why = growth.asked, growth.look(self.signs, now)

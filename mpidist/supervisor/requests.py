@@ -40,7 +40,7 @@ class Requests:
 
     def __init__(self, control: Path, notice: str = ""):
         with suppress(OSError):
-            for path in request_files(control):  # old ones, which no launcher has read
+            for path in request_files(control):  # old requests, which no launcher has read
                 path.unlink(missing_ok=True)
         self._control, self._notice = control, notice
         self._noticed = False  # a notice is reported only once, until it has disappeared

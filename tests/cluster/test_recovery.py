@@ -104,7 +104,8 @@ def test_a_host_that_fails_again_is_left_out(scene, undisturbed):
     job, folder = scene
     assert job.state == "COMPLETED", job.output
     assert job.output.count(", first on n4 (") == 2, job.output
-    assert "left out, for ranks of this job failed there first, again and again: n4" in job.output
+    why = "because ranks of this job were the first to fail there, again and again"
+    assert f"left out, {why}: n4" in job.output
     facts = summary(folder)
     assert (facts["ranks"], facts["restarts"], facts["resizes"]) == (3, 2, 1)
     assert facts["parameters_sha256"] == undisturbed["parameters_sha256"]
