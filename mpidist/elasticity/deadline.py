@@ -31,7 +31,11 @@ class EvictionLimits(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """The longest time between two checks after which a stop still counts as unbroken."""
+        """The longest time between two checks that both find a rank stopped.
+
+        If more time lies between the checks, the rank may have run in between, and its stop counts
+        from the second check.
+        """
         return max(0.1, min(1.0, self.stopped / 2))
 
     @property
@@ -60,7 +64,7 @@ class Deadline(NamedTuple):
         """
         late, stopped = self.late, PATIENCE if self.late == inf else self.late
         if self.late == 0:
-            from statistics import median  # not at the top: it imports decimals and fractions
+            from statistics import median  # imported here: it imports decimals and fractions
 
             late = max(LEAST, STEPS * median(steps)) if len(steps) >= KNOWN else inf
             stopped = min(PATIENCE, late)

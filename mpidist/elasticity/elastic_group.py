@@ -111,7 +111,7 @@ class Group:
         self.watch = NodeWatch(NodeBoard(base), deadline)
         self.watch.end_steps()
         self._has_state = not self.is_spare
-        self._repeated: int | None = None  # the step of a repair after which no rank had died
+        self._repeated: int | None = None  # the step of the last repair, if it found no dead rank
         ulfm.why_gone = self._why_gone
         if spares:
             # Handlers that were registered earlier wait for all ranks of the job, also for spares.

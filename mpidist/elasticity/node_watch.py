@@ -39,7 +39,8 @@ class NodeWatch:
         self.next_look = 0.0
         self._steps: deque[float] = deque(maxlen=_STEPS)
         self._last_step = self._fresh = time.monotonic()
-        # Whether the next step is the first one, also after a change of the group. It makes plans.
+        # Whether the next step is the first one, or the first one after a change of the group. Such
+        # a step takes longer, because it makes plans.
         self._first = True
         #: Whether this rank repairs the group at the moment.
         self.repairs = False
@@ -70,12 +71,12 @@ class NodeWatch:
         self._last_step, self._first = now, False
 
     def begin_steps(self) -> None:
-        """Show that steps begin; the first step begins now."""
+        """Show that this rank does steps from now on."""
         self._last_step, self._first = time.monotonic(), True
         self.board.show(COMPUTE, self._last_step)
 
     def end_steps(self, phase: int = PLAN) -> None:
-        """Show that this rank is in another phase now, and does no steps."""
+        """Show that this rank does no more steps, and is in `phase` instead, by default PLAN."""
         self.board.show(phase, time.monotonic())
 
     def close(self) -> None:
@@ -88,7 +89,7 @@ class NodeWatch:
     # -- the others ------------------------------------------------------------------------
 
     def look(self, now: float, main: bool = True) -> None:
-        """Check the other ranks and evict some if needed, if this is the task of this rank.
+        """If this rank has to check the ranks of the node, check them, and evict some if needed.
 
         `main` says whether the main thread calls this method, and not the watch thread.
         """
