@@ -142,8 +142,8 @@ class Guard:
         alone = claimed_size(os.environ) is None
         self._handlers = Handlers(agreed["signals"], self._hear, comm.rank == 0, alone)
         self._asked = self._agreed = 0
-        # The communicator of the ranks that run the loop. This communicator is used only where all
-        # these ranks are known to make the same call.
+        # The communicator of the ranks that run the training loop. It is used only where all these
+        # ranks are known to make the same call.
         self._loop = of(comm).control if deciders is None else deciders
         self._own = OwnTime()
 
@@ -152,8 +152,9 @@ class Guard:
     def __enter__(self) -> Guard:
         left = run_on_all(self._given, "guard: entering", self._entering, lambda all: all[0])
         heartbeat.join()
-        # Ranks outside the loop may share cores with ranks of the loop, but do not exchange data
-        # with them later. So all ranks exchange the numbers of their cores now.
+        # Servers do not run the training loop, but may share cores with ranks that do. The ranks
+        # that run it do not exchange data with servers later, so all ranks exchange the numbers of
+        # their cores now.
         everyone = of(self._given).control
         crowded = None if self._deciders is None else crowded_ranks(everyone)
         if self._loop != MPI.COMM_NULL:
@@ -201,7 +202,8 @@ class Guard:
     def fits(self, comm: MPI.Intracomm | None = None, wait=wait_until) -> bool:
         """Return whether a save that begins now can end before the allocation does.
 
-        Collective over `comm`, which has the ranks that save; the default is the ranks of the loop.
+        Collective over `comm`, which has the ranks that save; by default, they are all ranks that
+        run the training loop.
         Returns true if the guard has no ``time_limit="auto"``, or if there was no earlier save from
         which to estimate the time. The argument `wait` is a function that waits for an MPI request:
         it calls the request's ``Test`` until ``Test`` returns true. A rank that is also a parameter
@@ -221,8 +223,9 @@ class Guard:
         events.emit("stop_requested", reason=reason or "stop() was called")
 
     def should_stop(self, step: int) -> bool:
-        """Return whether all ranks stop at this step. Collective over the ranks of the loop.
+        """Return whether all ranks stop at this step.
 
+        Collective over the ranks that run the training loop (`deciders`, or all ranks of `comm`).
         A call costs one allreduce of three integers. At every tenth call the ranks also compare how
         long they have worked, and a slow rank is reported.
 
@@ -285,10 +288,10 @@ class Guard:
     def check_loss(self, loss: float, step: int) -> None:
         """Stop the run with a checkpoint if the loss is not finite or does not fall any more.
 
-        Collective over the ranks of the loop. `loss` is the reduced loss, equal on all ranks, so
-        the ranks communicate only when the run stops. Call this method in step `step` before the
-        parameters are updated. If the run stops, the parameters before the update of this step are
-        saved under the number `step`, unless they have a NaN or infinity.
+        Collective over the ranks that run the training loop. `loss` is the reduced loss, equal on
+        all ranks, so the ranks communicate only when the run stops. Call this method in step `step`
+        before the parameters are updated. If the run stops, the parameters before the update of
+        this step are saved under the number `step`, unless they have a NaN or infinity.
 
         Raises
         ------
@@ -362,7 +365,7 @@ class Guard:
         self.exit_code = REQUEUE
 
     def _agree(self, *values: int) -> list[int]:
-        """Return, for each value, its maximum over the ranks of the loop. Collective."""
+        """Return each value's maximum over the ranks that run the training loop. Collective."""
         if self._deciders is not None:
             return self._reduce(self._deciders, values)
         return self._of_all(*values)
@@ -380,7 +383,7 @@ class Guard:
         return result.tolist()
 
     def _gather(self, value: int) -> list[int]:
-        """Return the `value` of every rank of the loop; all these ranks must call this method."""
+        """Return the `value` of every rank that runs the training loop. Collective over them."""
         result = np.empty(self._loop.size, np.int64)
         wait_until(self._loop.Iallgather(np.array([value], np.int64), result).Test)
         return result.tolist()

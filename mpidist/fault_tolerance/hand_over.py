@@ -33,8 +33,8 @@ _POLL = 0.004
 #: How many seconds the old ranks wait for the decision after they have offered their state.
 _PATIENCE = 10.0
 
-#: Functions that a waiting rank calls when its turn has come. Before, it must not write to the
-#: run's folder.
+#: Functions that a waiting rank calls when its attempt has taken over the run, which is called its
+#: turn. Before its turn, a rank must not write to the run's folder.
 at_turn: list[Callable[[], None]] = []
 #: Whether the next attempt has taken over the run of this attempt.
 handed = False
@@ -42,7 +42,7 @@ _turn_has_come = False
 
 
 def is_waiting() -> bool:
-    """Whether this attempt must not write to the run yet, as the previous attempt still trains."""
+    """Whether the previous attempt still trains, so that this one must not write to the run yet."""
     return attempt_before() is not None and not _turn_has_come
 
 
@@ -56,7 +56,8 @@ def wait_for_turn(comm) -> str:
     if before is None:
         return ""
     heartbeat.join()
-    # After a death, ranks call this function again, and their turn may already have come.
+    # After the death of a rank, the living ranks call this function again, and their turn may
+    # already have come.
     if run_on_all(comm, "hand-over: ready", lambda: _turn_has_come, any):
         _begin_turn()
         return ""
@@ -94,7 +95,7 @@ def announce(can: bool) -> None:
 
 
 def asked(comm) -> str:
-    """Return where a next attempt wants the state, or "" if no attempt has asked. Collective."""
+    """Return where the next attempt wants the state, or "" if it has not asked. Collective."""
     if attempt_folder() is None:
         return ""
     look = _asked if comm.rank == 0 else lambda: ""
@@ -156,7 +157,7 @@ def _note(decided: bool) -> bool:
 
 @contextmanager
 def leaving(comm) -> Iterator[None]:
-    """If the ``with`` block stops for a hand-over, offer the state in the store."""
+    """If the ``with`` block stops for a hand-over, offer the next attempt the state in the store."""
     try:
         yield
     except Stopped:
