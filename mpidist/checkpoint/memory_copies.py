@@ -106,8 +106,8 @@ class MemoryCopies:
     def keep(self, comm, step: int, state: Callable[[], Mapping]) -> None:
         """Copy ``state()`` to the nodes' memory if a copy is due at `step`.
 
-        Collective over the store's `comm`. If the nodes have too little memory, this method prints a message once, and no copies are
-        made.
+        Collective over the store's `comm`. If the nodes have too little memory, this method prints
+        a message once, and no copies are made.
         """
         if self._fits is False or not self._interval.due(step):
             return

@@ -157,7 +157,7 @@ def _note(decided: bool) -> bool:
 
 @contextmanager
 def leaving(comm) -> Iterator[None]:
-    """If the ``with`` block stops for a hand-over, offer the next attempt the state in the store."""
+    """If the ``with`` block stops for a hand-over, offer the new ranks the state in the store."""
     try:
         yield
     except Stopped:
