@@ -297,8 +297,8 @@ class CheckpointStore(Store):
         with files.folder(self.path) as root:
             self._lock.take(root)
             entries, _ = histories.everything(self.path, step, entry.history)
-            # The oldest copy of the step is removed first. If the process is killed, the copy that
-            # is left is then the newest one.
+            # If the step was saved several times, its oldest folder is removed first. If the
+            # process is killed meanwhile, the newest folder is left.
             for each in reversed(entries):
                 retention.remove(each.name, root)
             files.sync(root)

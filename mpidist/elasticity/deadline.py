@@ -12,8 +12,8 @@ from ..errors import ConfigError, shown
 
 #: Seconds after which a stopped or silent rank is evicted, if the user gives no number of seconds.
 PATIENCE = 5.0
-#: Deadline "auto" is STEPS times the median time of a step, but at least LEAST seconds. It is known
-#: after KNOWN steps.
+#: Deadline "auto" is STEPS times the median time of a step, but at least LEAST seconds. The median
+#: is known after KNOWN steps.
 STEPS, LEAST, KNOWN = 20, 1.0, 5
 #: During a repair, a stopped rank is evicted after this number of seconds, so that the repair can
 #: still end before its own deadline (`repair_deadline`).

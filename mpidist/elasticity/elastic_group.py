@@ -73,8 +73,8 @@ class Group:
     Attributes
     ----------
     comm : MPI.Intracomm
-        The communicator of the living ranks. After a death this is a new communicator. Plans,
-        arenas and communicators that were made from an older communicator raise ClosedError.
+        The communicator of the living ranks. When a rank has died, `comm` is a new communicator.
+        Plans, arenas and communicators that were made from an older one raise ClosedError.
     rank, size : int
         The rank of this process in `comm`, and the number of living ranks.
     step : int
@@ -125,7 +125,7 @@ class Group:
 
     @property
     def spares(self) -> int:
-        """The number of living spare ranks. They wait, and are not in `comm`."""
+        """The number of living spare ranks. Spare ranks wait, and are not in `comm`."""
         return self._members.active.count(False)
 
     @property
@@ -146,8 +146,9 @@ class Group:
     def on_resize(self, function: Callable[[int, int], Any]) -> None:
         """Call ``function(old_size, new_size)`` on all living ranks after each death.
 
-        The function is called when the state is up to date, before the step is repeated. It is also
-        called on parameter servers. It may make new arenas, plans and communicators from `comm`.
+        The function is called when the state is up to date, before the step is repeated; it is also
+        called on parameter servers. The function may make new arenas, plans and communicators from
+        `comm`.
         """
         self._on_resize.append(function)
 

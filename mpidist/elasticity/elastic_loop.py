@@ -165,9 +165,9 @@ def run_elastic(
     """Call ``function(group)``, and call it again after each death. Collective over `comm`.
 
     If a rank dies, a call in the function raises RankFailure, and the function must not catch it.
-    The function is then called again on the living ranks, with the newest state. It may make plans
-    and arenas from ``group.comm``, and call any collective on ``group.comm``. ``group.steps``
-    leaves out the steps that are already done.
+    The function is then called again on the living ranks, with the newest state. The function may
+    make plans and arenas from ``group.comm``, and call any collective on ``group.comm``.
+    ``group.steps`` leaves out the steps that are already done.
 
     The last `spares` ranks of `comm` wait, which takes 1 % of a core, and are not in
     ``group.comm``. After a death, the first spare replaces the dead rank: the group keeps its size,

@@ -95,7 +95,7 @@ def update_stop(one: Record, now: float, gap: float) -> Record:
     """Return the record with updated times at which the process was first and last seen stopped.
 
     If the process has shown a sign of life since it was first seen stopped, or if no rank has
-    looked for `gap` seconds, the process may have run in between. Then the stop begins now.
+    looked for `gap` seconds, the process may have run in between, so the stop counts from now.
     """
     if one.state != "T":
         return one._replace(seen=0.0, last=0.0)

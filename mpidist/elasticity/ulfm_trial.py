@@ -2,8 +2,8 @@
 
 A launcher may accept ``--with-ft ulfm`` although its MPI library was built without ULFM, or with a
 runtime of another version. So `mpidist launch --elastic` first starts a trial with two ranks. One
-of them kills itself, and the trial succeeds if the other rank goes on. A success is stored in the
-cache folder, and is not tried again.
+of the two ranks kills itself, and the trial succeeds if the other rank goes on. A success is stored
+in the cache folder, and the trial is not repeated.
 """
 
 from __future__ import annotations

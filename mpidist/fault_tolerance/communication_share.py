@@ -1,11 +1,11 @@
-"""How long the steps of each worker took, and which part of the time was communication. No MPI.
+"""How long the steps of each worker took, and which part of the time was communication.
 
     step    | data | gradients          | exchange of gradients   |
               ----- computation ------    ---- communication -----
 
 Communication is the time from the end of a worker's computation to the end of the step, in which
 the worker sends, receives, and waits for others. Messages that are sent while gradients are still
-computed do not count.
+computed do not count. This module uses no MPI.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ def command(
     hosts : mapping, optional
         The hosts, and how many ranks each host can run. With None, the launcher chooses the hosts.
     restricted : bool
-        Whether the command line names the hosts. This is needed if the launcher knows more hosts
-        than it may use.
+        Whether the command line names the hosts. The names are needed if the launcher knows more
+        hosts than it may use.
     """
     if not words and hosts is None:
         return launcher_command(ranks)

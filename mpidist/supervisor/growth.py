@@ -119,7 +119,8 @@ class Growth(Generic[W]):
         if self.gone:
             return False
         if self.asked:
-            # If this fails, the old ranks make the decision after they have waited too long.
+            # If the file cannot be written, the old ranks make the decision when they have waited
+            # too long.
             with suppress(OSError):
                 heartbeat.make_decision(self.folder, heartbeat.KEPT)
         self.new.end()

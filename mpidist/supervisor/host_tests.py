@@ -1,9 +1,9 @@
 """Test which hosts can start a program now, without waiting long for hosts that cannot.
 
-If a host is switched off, or its daemon has died, a launcher waits for it, often for minutes. Such
-a host looks the same as a slow host. So the time limit for a host depends on the other hosts. As
-soon as the program has ended without an error on half of the hosts, the limit is 10 times the time
-that they have needed (`TIMES`), but at least 3 s (`LEAST`):
+If a host is switched off, or its daemon has died, a launcher waits for it, often for minutes. At
+first, a dead host looks the same as a slow host. So the time limit for a host depends on the other
+hosts. As soon as the program has ended without an error on half of the hosts, the limit is 10 times
+the time that they have needed (`TIMES`), but at least 3 s (`LEAST`):
 
     n1  0.2 s   ends well
     n2  0.3 s   ends well

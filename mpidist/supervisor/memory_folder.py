@@ -63,7 +63,7 @@ def remove_memory_folder(
 ) -> None:
     """Remove the folder of a job on all hosts.
 
-    `well` says whether the job has finished. In this case the ranks have already removed the folder
+    `well` says whether the job has finished. If it has, the ranks have already removed the folder
     on the hosts `used`.
     """
     if folder is None:

@@ -277,8 +277,9 @@ def train_elastic(
             group.note_step,
         )
     finally:
-        # If a death ends a guard, the signals stay blocked for the next guard. A spare that was
-        # never needed drops its pending signals, because the other ranks have handled them.
+        # If the death of a rank ends a guard, signals stay blocked until the next guard begins; no
+        # guard follows here. A spare that was never needed drops its pending signals, because the
+        # other ranks have handled them.
         while group.is_spare and signal.sigtimedwait(_REQUESTS, 0):
             pass
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _REQUESTS)

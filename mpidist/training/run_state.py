@@ -364,7 +364,7 @@ class Progress:
             self.owes_save = self._has_copy = is_copy
         except NoCheckpoint:
             # Without any checkpoint the run starts from the beginning. If there are checkpoints but
-            # all are damaged, it must not do that, because it would overwrite them.
+            # all are damaged, the run must not start, because it would overwrite them.
             if resume is True or self.store.all_steps():
                 raise
             return

@@ -118,8 +118,7 @@ def _refuse_settings(everyone: list) -> None:
 def _refuse_data(everyone: list) -> None:
     """Raise MismatchError if a record differs between ranks but not between two reads on one rank.
 
-    A source that changes its samples at random returns other values at each read. Such a source is
-    allowed.
+    A source that changes its samples at random returns other values at each read; it is allowed.
     """
     text = records.differing([one for one, _ in everyone])
     if text is not None and all(again for _, again in everyone):

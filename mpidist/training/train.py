@@ -130,8 +130,8 @@ def train(
         Function that is called on every rank after a resume on another number of ranks. In an
         elastic run it is also called after each change of the ranks, even if a spare has replaced a
         dead rank. The function may set another learning rate:
-        ``run.exchange.optimizer = md.optim.sgd(lr=...)``. This is usually not needed, because the
-        global batch does not depend on the number of ranks.
+        ``run.exchange.optimizer = md.optim.sgd(lr=...)``. Another learning rate is usually not
+        needed, because the global batch does not depend on the number of ranks.
     watch_seconds : float
         After this many seconds without progress, the job ends and reports the missing ranks, as
         with `md.watch`. 0 switches this off. A run on one rank is not watched, nor is a run whose

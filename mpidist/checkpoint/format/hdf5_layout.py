@@ -253,7 +253,7 @@ def _type(dtype: np.dtype) -> bytes:
         exponent = 8 * size - 1 - mantissa
         head = bytes([0x11, 0x20 | big, 8 * size - 1, 0]) + pack("<IHH", size, 0, 8 * size)
         return head + pack("<4BI", mantissa, exponent, 0, mantissa, 2 ** (exponent - 1) - 1)
-    # Not at the top: few arrays are boolean or complex, and h5py takes 25 ms to import.
+    # Imported here, because few arrays are boolean or complex, and h5py takes 25 ms to import.
     import h5py
 
     return h5py.h5t.py_create(dtype, logical=True).encode()[2:]

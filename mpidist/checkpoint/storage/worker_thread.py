@@ -51,7 +51,7 @@ class Beside:
     def __init__(self, work: Callable[[], None], name: str, threaded: bool = True):
         self._work = work
         self._error: BaseException | None = None
-        #: Whether an exception has ended the block. The work then need not be finished.
+        #: Whether an exception has ended the ``with`` block; then `work` need not be finished.
         self.abandoned = False
         self._worker = Worker(self._run, name) if threaded else None
 

@@ -121,8 +121,8 @@ class Planner:
         #: Whether some ranks write the data of other ranks.
         self.forwards = any(writer != rank for rank, writer in enumerate(writer_of))
         self._plan: SavePlan | None = None
-        #: A plan, and names of extras. A check has shown that no tensor of the plan has one of
-        #: these names.
+        #: The plan and the names of extras that were checked last: no tensor of the plan has the
+        #: name of an extra.
         self._checked: tuple[Leader | None, list] = None, []
 
     def begin(
@@ -134,7 +134,7 @@ class Planner:
 
         `check` returns the number of the step, or raises an error if the number is not valid. Rank
         0 calls `prepare` once, with the step and a random number. Before this call, rank 0 checks
-        its own state, or the states of all ranks. If it finds an error, it does not call `prepare`.
+        its own state, or the states of all ranks; if it finds an error, it does not call `prepare`.
         """
         found: Survey
         nonce = secrets.randbits(63)

@@ -213,7 +213,7 @@ class Replicas(WholeModel):
         context = of(self.comm)
         if context.failed or context.closed or context.size == 1:
             return
-        if context.handles:  # other ranks wait for a bucket
+        if context.handles:  # other ranks wait for a bucket of gradients
             context.break_off(error, min(handle.sequence for handle in context.handles))
         else:
             context.raised(error)

@@ -222,7 +222,8 @@ class PieceReplicas(Replicas):
             for vector in self._vectors:
                 allreduce(self.comm, vector, algorithm=self.algorithm)
             measured[1] = time.perf_counter() - start
-        # The first round includes connections, page faults and the choice of an algorithm.
+        # The first round is left out, because it includes the time for new connections, page faults
+        # and the choice of an algorithm.
         medians = np.median(seconds[1:], axis=0)
         self.comm.Allreduce(MPI.IN_PLACE, medians, MPI.MAX)
         ordered, plain = (round(float(median) * 1e6, 1) for median in medians)

@@ -1,4 +1,4 @@
-"""The settings of the strategies `PeerAverage` and `Hogwild`. No MPI."""
+"""The settings of the strategies `PeerAverage` and `Hogwild`. This module uses no MPI."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ A bad record is left out before its microbatch enters the pipeline. The gradient
 microbatches are added in the same tree as with ``AllReduce`` and ``microbatches=``, so the
 parameters have the same bits. With "pipedream", the optimizer instead makes an update for each
 round of microbatches. The pipeline is then not emptied between steps, but only at a checkpoint and
-at the end. A checkpoint has the same arrays as with `AllReduce`. So a run can restart from it with
-any cuts and replicas, and with `AllReduce`.
+at the end. A checkpoint has the same arrays as with `AllReduce`. So a run can restart from a
+checkpoint with any cuts and replicas, and with `AllReduce`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class Stages:
     ):  # fmt: skip
         self.comm = self.workers = comm
         self.model, self.optimizer = model, optimizer
-        # In the communicator of the stages, the rank of a process is the number of its slot.
+        # In the communicator of the stages, the rank of a process is the number of its slot (of its
+        # replica of a stage).
         self._order = order
         self._ordered = None if order is None else comm.Split(0, order.index(comm.rank))
         placed = comm if self._ordered is None else self._ordered

@@ -59,7 +59,8 @@ class RareExchange:
 
     def step(self, gradients: dict[str, Any], samples: int) -> None:
         """Finish one step with its mean gradients over `samples` samples."""
-        # The weight is a share of the batch. With the number of samples, float16 would overflow.
+        # The weight is a share of the batch. If it were the number of samples, sums in float16
+        # could overflow.
         for name, total in self._sums.items():
             total += gradients[name] * (samples / self._batch)
         self._samples += samples

@@ -1,4 +1,4 @@
-"""The settings of the strategy `ParameterServer`. No MPI."""
+"""The settings of the strategy `ParameterServer`. This module uses no MPI."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class ParameterServer:
         `pull_every` steps. Between two pulls it updates its own copy of the parameters.
     changes : mapping or function, optional
         Other modes from some steps on: a mapping such as ``{1000: md.ASP()}``, or a function of the
-        step. The function returns a mode, or None to keep the present mode. Each worker calls it in
-        each step, and it must return the same mode on all workers. A run can change between BSP,
-        SSP, DSSP and ASP.
+        step. The function returns a mode, or None to keep the present mode. Each worker calls the
+        function in each step, and it must return the same mode on all workers. A run can change
+        between BSP, SSP, DSSP and ASP.
     rebalance : "auto", int, Rebalance, or mapping, optional
         After each `rebalance` steps ("auto": 100), measure how busy the servers are, and give slow
         servers smaller shares, see `ServerGroup.rebalance`. By default, shares do not change.

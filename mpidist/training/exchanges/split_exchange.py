@@ -10,8 +10,8 @@
 Both pipelines train with the same microbatches. Each rank of a stage computes all layers that are
 not split, so these layers are computed twice, with the same bits. A split layer sums or gathers
 over the ranks that share it. A checkpoint has whole arrays: each rank saves its part as a `Shard`
-of the array. So a run can restart from it with any other split, cuts and replicas, and with
-`AllReduce`.
+of the array. So a run can restart from a checkpoint with any other split, cuts and replicas, and
+with `AllReduce`.
 """
 
 from __future__ import annotations

@@ -121,7 +121,8 @@ class CarriedServers(Carried):
         if continues:
             assert self._facts is not None
             run.quarantine.found = [tuple(each) for each in self._facts["found"]]
-            # This worker may repeat the step in which it had learned when to stop.
+            # This worker may repeat the step in which it had learned when to stop, so the clock
+            # that it has kept decides whether it stops.
             stop = self._kept.clock
             run.stopping = stop is not None and self._clock >= stop
         return continues

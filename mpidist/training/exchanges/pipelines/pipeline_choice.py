@@ -62,8 +62,8 @@ def choose_cuts(
 ) -> CutChoice:
     """Choose where to cut a model into `parts` parts. Collective.
 
-    `last` is the result of `last_run`. If it has no suitable profile, the first `measuring` ranks
-    measure the layers together; `measuring` is more than 1 if ranks share layers.
+    `last` is the result of `last_run`. If `last` has no suitable profile, the first `measuring`
+    ranks measure the layers together; `measuring` is more than 1 if ranks share layers.
     """
     known = choose_again(last, len(model.layers), parts, samples) if last and parts > 1 else None
     if known and comm.rank == 0 and events.VERBOSITY:

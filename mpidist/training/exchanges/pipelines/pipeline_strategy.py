@@ -1,4 +1,4 @@
-"""The settings of the strategy `Pipeline`. No MPI."""
+"""The settings of the strategy `Pipeline`. This module uses no MPI."""
 
 from __future__ import annotations
 
