@@ -21,9 +21,10 @@ class Elastic:
         The last `spares` ranks wait and do not train. After a death, a spare replaces the dead
         rank, so the number of ranks that train stays the same.
     deadline : "stopped", "auto" or float
-        When the other ranks of a node evict (kill) a rank. With "stopped", this is after the rank
-        has been stopped for 5 seconds. With a number, it is after the rank has been stopped or late
-        for this number of seconds. With "auto", the number is the time of 20 median steps.
+        When the other ranks of a node evict (kill) a rank. With "stopped", a rank is evicted after
+        it has been stopped for 5 seconds. With a number, a rank is evicted after it has been
+        stopped or late for this number of seconds. With "auto", the number is the time of 20 median
+        steps.
     slow : float
         A rank is evicted if it needs this many times as long for a step as the median of the other
         ranks, in two windows of ten steps that follow each other. 0 switches this off.

@@ -183,7 +183,10 @@ class Guard:
             self._end_with_the_loop()
 
     def _end_with_the_loop(self) -> None:
-        """Tell ranks that do not run the loop whether it was stopped; if so, they raise Stopped."""
+        """Tell servers, which do not run the loop, whether it has stopped; then they raise Stopped.
+
+        All ranks of the guard's communicator must call this method.
+        """
         step, code = self._of_all(-1, 0)
         if code and not self.exit_code:
             self._note(code)

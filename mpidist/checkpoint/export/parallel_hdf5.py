@@ -2,9 +2,9 @@
 
 Rank 0 alone creates the file with all data sets. When the file exists, every rank writes its own
 rows of each data set. If all ranks created the data sets, each creation would be a collective call
-of HDF5. Collective calls take longer. And if one rank finds the disk full in a collective call, the
-other ranks wait for this rank for ever. The only collective calls of HDF5 here are opening and
-closing the file, which do not change its structure.
+of HDF5. A collective call takes longer than a call of one rank, and if one rank finds the disk full
+in a collective call, the other ranks wait for this rank for ever. The only collective calls of HDF5
+here are opening and closing the file, which do not change its structure.
 """
 
 from __future__ import annotations

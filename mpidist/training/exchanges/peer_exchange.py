@@ -166,7 +166,7 @@ class Peers(WholeModel):
         """Do nothing: no order of the gradients in memory is needed."""
 
     def hidden(self) -> None:
-        """Return None, because this exchange does not measure its overlap with computing."""
+        """Return None: this exchange does not measure how much of it overlaps with computing."""
 
     def state(self, saving: bool) -> dict:
         """Return the arrays that a checkpoint saves, without a copy: parameters and optimizer."""
@@ -189,7 +189,7 @@ class Peers(WholeModel):
         self.agreement.close()
 
     def peer_facts(self) -> dict | None:
-        """Return statistics of the rounds, for the summary. Collective.
+        """Return statistics of the averages with peers, for the summary of the run. Collective.
 
         `rounds` is the number of rounds of a rank. `messages` is the number of messages that all
         ranks have sent, and `skipped` the number of messages that were left out because a peer was

@@ -206,7 +206,7 @@ class Stages:
         """Do nothing: no order of the gradients in memory changes the sum."""
 
     def hidden(self) -> None:
-        """Return None, because this exchange does not measure its overlap with computing."""
+        """Return None: this exchange does not measure how much of it overlaps with computing."""
 
     def begin(self) -> None:
         """Do nothing: the first step needs no preparation."""

@@ -267,7 +267,7 @@ class Served(WholeModel):
         """Do nothing: servers do not need an order of the gradients in memory."""
 
     def hidden(self) -> None:
-        """Return None, because this exchange does not measure its overlap with computing."""
+        """Return None: this exchange does not measure how much of it overlaps with computing."""
 
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
         """Record this step; return (this worker's loss, whether all workers stop after this step).

@@ -61,8 +61,8 @@ _GIVE = "give checkpoint=..., from which the run can go on"
 class CarriedServers(Carried):
     """The state that an elastic run with parameter servers keeps when the communicator changes.
 
-    The numbers of servers and workers are their ranks in the first communicator, so they never
-    change.
+    The numbers of servers and workers are their ranks in the communicator with which the run began,
+    so they never change.
     """
 
     memory = None  # copies in memory would need all ranks to be at the same step
