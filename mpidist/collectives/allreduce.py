@@ -47,11 +47,11 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
         The array that receives the result, of the shape and dtype of `x`. If `out` is given, `x`
         does not change.
     algorithm : str
-        "auto" (the fastest, measured once per size class), "native" (MPI's own), "node" (in memory
-        that the ranks of a node share), "single_copy" (the kernel copies between the private
-        memories of the ranks of a node), "hierarchical" (first inside the nodes, then between
-        them), "ring", "tree", "double_tree", "butterfly", "recursive_doubling", "halving_doubling",
-        "direct", "two_hop", "ordered", "naive".
+        "auto" (the fastest, measured once for vectors of about this length), "native" (MPI's own),
+        "node" (in memory that the ranks of a node share), "single_copy" (the kernel copies between
+        the private memories of the ranks of a node), "hierarchical" (first inside the nodes, then
+        between them), "ring", "tree", "double_tree", "butterfly", "recursive_doubling",
+        "halving_doubling", "direct", "two_hop", "ordered", "naive".
     weight : float, optional
         With op="mean": the weight of this rank's array, for example its number of samples.
     reproducible : bool
@@ -134,7 +134,7 @@ class Handle:
         self, context: Context, plan: AllreducePlan, target, result, weight=None, weights=None
     ):
         self.context, self.plan, self.target, self.result = context, plan, target, result
-        self.weights: Handle | None = weights  # the running sum of all ranks' weights
+        self.weights: Handle | None = weights  # a running sum of all ranks' weights
         self.done = self._inside = False
         self.error: Exception | None = None
         number = context.begin(plan.signature, plan.runs)
@@ -324,8 +324,8 @@ def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> Plan:
             reduce()
             return x
 
-        # `reduce` returns `target`, and `run` returns `x`. If these are the same array, `reduce` is
-        # used without the extra function `run`.
+        # `reduce` returns `target`, and `run` returns `x`. If `target` and `x` are the same array,
+        # `reduce` is used without the extra function `run`.
         call = reduce if target is x else run
         return _bound(context, call, made.algorithm, made, made.release)
 
@@ -358,8 +358,8 @@ def sum_of_weights(context: Context, op, weight, algorithm: str) -> float | None
     if weight is None:
         return None
     sums = _weight_sums(context, op, weight)
-    # The mean is divided by this sum of weights. If the vectors are summed in rank order
-    # ("ordered"), the weights are summed in rank order, too.
+    # The weighted sum of the vectors is divided by this sum of weights. If the vectors are summed
+    # in rank order ("ordered"), the weights are summed in rank order, too.
     in_order = algorithm == algorithms.ORDERED
     find(context, sums, "sum", algorithms.ORDERED if in_order else algorithms.NATIVE)(sums)
     context.under_way = False  # all ranks have the same sum, and raise the same error

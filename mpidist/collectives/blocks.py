@@ -37,7 +37,7 @@ def packed(x):
 
 
 class BlockVector:
-    """One block of a long vector: this rank keeps only this block, the root keeps all."""
+    """The block of a long vector that this rank stores; slices name positions in the long one."""
 
     def __init__(self, start: int, block: np.ndarray):
         self.start, self.block = start, block

@@ -1,7 +1,7 @@
 """``md.broadcast_parameters``: every rank gets the root's values of a whole model.
 
     description of rank 0:  w (784, 128) float32, b (128,) float32, ...
-    agreement               one small allreduce of the description's digest
+    agreement               an allreduce of a few integers compares digests of the descriptions
     messages                [ b | b2 | scale | ... ]  small tensors packed, up to PACK bytes
                             [ w ]                     large tensors without a copy
 
@@ -83,7 +83,7 @@ def broadcast_parameters(comm, params, *, root=0):
 
 
 def _difference(everyone: list[list[str]], root: int) -> str | None:
-    """Return a text on which ranks differ from the root, and how; None if all ranks agree."""
+    """Return which ranks differ from the root and how, as text; None if all ranks agree."""
     other = next((lines for lines in everyone if lines != everyone[root]), None)
     if other is None:
         return None

@@ -76,7 +76,7 @@ def restore(comm: MPI.Comm, saved: dict[str, dict], origin: str = "checkpoint") 
     """Restore the chosen algorithms from a result of `table`. Every rank must pass the same table.
 
     Choices that were measured with another number of ranks are ignored, and the algorithms of these
-    size classes are measured again. The other choices get the value `origin` under the key
+    size classes are measured again. The restored choices get the value `origin` under the key
     ``from``.
     """
     context = of(comm)
@@ -137,7 +137,7 @@ def choose(context: Context, signature: Signature, reduction: Reduction, shape, 
         names = tuple(name for name in names if name != algorithms.SINGLE_COPY)
     if not native_op(reduction).is_predefined:
         # For an operation that is a ufunc, MPI's own algorithm would call Python for every piece.
-        # The algorithms in this list call the ufunc directly.
+        # mpidist's own algorithms call the ufunc directly.
         return names[1] if names[1] in algorithms.NODE else "butterfly"
     chosen = _chosen(context)
 
@@ -146,8 +146,8 @@ def choose(context: Context, signature: Signature, reduction: Reduction, shape, 
         name = chosen[key]["algorithm"] if key in chosen else None
         return name is not None and (name in names or name not in algorithms.NODE)
 
-    # If a restore, or the death of a rank, has left a table, this table is used, and the file is
-    # not read.
+    # If a restore, or the death of a rank, has left a table, this table is used, and the file of
+    # stored choices is not read.
     if known():
         return chosen[key]["algorithm"]
     cache = remembered(context.comm)
@@ -165,7 +165,7 @@ def choose(context: Context, signature: Signature, reduction: Reduction, shape, 
 
 
 def remembered(comm: MPI.Comm) -> selection_cache.Remembered:
-    """Return the communicator's file of choices, which rank 0 uses. The first call is collective.
+    """Return the communicator's file of choices, which rank 0 uses. Its first call is collective.
 
     On the first call, rank 0 reads the file, and the choices in the file are put into the tables of
     all ranks.

@@ -3,10 +3,10 @@
 This allreduce has the same steps as `node.in_place_allreduce`, which was written for vectors in
 shared memory. In this module, the vectors are in private memory, and the Linux kernel copies from
 one rank's memory to another rank's memory (module `cross_memory`). Two algorithms use copies by the
-Linux kernel: ``node`` and ``single_copy``. With 2 ranks and n elements, each step of these
-algorithms handles n/2 elements:
+Linux kernel: ``node`` and ``single_copy``. With 2 ranks and n elements, each rank adds n/2
+elements; ``node`` adds them in pieces of m elements. (A sync is a barrier of the node's ranks.)
 
-    node          a copy in, a sum, a copy out by the kernel        3 + n/(2 pieces) syncs
+    node          a copy in, a sum, a copy out by the kernel        3 + n/(2m) syncs
     single_copy   a copy by the kernel, a sum, a copy back by it    2 syncs
 
 The algorithm ``node`` copies the input through shared buffers, and needs fewer system calls than

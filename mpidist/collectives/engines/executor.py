@@ -81,7 +81,8 @@ def hear_first(context) -> None:
     """If another rank has reported an error, raise it; called before an operation begins.
 
     A rank that stops an operation because of an error keeps the buffers of its messages only for
-    `GRACE` seconds. A rank that begins the operation later must not receive these messages.
+    `GRACE` seconds. A rank that begins the operation later must not receive messages from such
+    buffers.
     """
     now = time.monotonic()
     if context.size > 1 and now - context.heard > GRACE / 2:
@@ -97,7 +98,7 @@ class Engine:
     #: Whether the engine's messages carry the number of the operation.
     tagged = True
     #: The barrier of the node, if the engine uses one. No rank passes the barrier after this rank
-    #: has broken off.
+    #: has stopped the operation because of an error.
     gate: Any = None
     #: The number of messages and bytes of one run.
     counters = Counters()

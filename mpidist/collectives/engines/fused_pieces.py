@@ -4,8 +4,8 @@ If each node has one rank, a bucket is summed by an `iallreduce`. If nodes have 
 bucket is summed by the algorithm `hierarchical`, in three stages. Two barriers between the ranks of
 a node, which are called the ready line and the done line, separate the stages:
 
-    ready line   all ranks of the node have written the bucket -> owner adds its part of the slots
-    lane         that part crosses the wire                    -> owner copies it into all slots
+    ready line   all ranks of the node have written the bucket -> owner adds its part of all vectors
+    lane         the nodes sum this part by messages           -> owner copies it into all vectors
     done line    all owners have copied their parts            -> the bucket is finished
 
 Every bucket has its own two barriers, so a bucket need not wait for the bucket before it. Each
@@ -91,7 +91,7 @@ class LaneBucket:
         self.counters = total_of(self.add, self.show, self.program)
 
     def start(self) -> LaneRun:
-        """Begin to sum the bucket, into which this rank has written all its values. Collective."""
+        """Begin to sum the bucket; this rank has filled in all its values before. Collective."""
         try:
             return LaneRun(self)
         except ProtocolError:  # the operation has not begun

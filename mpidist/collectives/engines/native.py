@@ -38,7 +38,7 @@ from .reductions import Reduction, finish_mean, native_op
 STAGED_BYTES = 2048
 
 #: How many times a short reduction is tested before the rank begins a wait in which other processes
-#: can use the core. The setup of such a wait takes longer than a test.
+#: can use the core. The setup of this wait takes longer than a test.
 SPINS = 64
 
 #: Seconds that a rank with an exception waits in a handshake for other ranks that may still begin
@@ -268,7 +268,7 @@ class Handshake:
 
 
 def handshake(context: Context) -> Handshake:
-    """Return the handshake of a communicator. The first call, which makes it, is collective."""
+    """Return the handshake of a communicator; the first call makes it, and is collective."""
     if "handshake" not in context.store:
         context.store["handshake"] = Handshake(context)
     return context.store["handshake"]
@@ -330,7 +330,8 @@ def blocking_allreduce(context: Context, reduction: Reduction, n: int) -> Blocki
                 continue
             # The result of an operation made from a ufunc may depend on the order of its operands
             # (for example, the minimum of 0.0 and -0.0), and MPI's allreduce may order them
-            # differently on each rank. So one rank reduces, and broadcasts the result.
+            # differently on each rank. If the operation is made from a ufunc, one rank therefore
+            # reduces and broadcasts the result.
             yield comm.Reduce, (MPI.IN_PLACE if root else part, part if root else None, op, 0)
             yield comm.Bcast, (part, 0)
 

@@ -10,12 +10,13 @@ A rank that stops an operation because of an error never arrives at the next bar
 has stopped marks its counter in the barrier as failed, so that no other rank passes the barrier and
 returns an incomplete sum.
 
-Memory order: a rank writes first its data and then its counter, and another rank reads first the
-counter and then the data. The processor must not reorder the two writes or the two reads. x86
-processors keep stores in order and loads in order (TSO), the streaming copies of the kernel and the
-C library end in a fence, and an aligned 8-byte write is atomic. On x86, the counters therefore need
-no fence instructions. Other processors may reorder the writes or the reads, so on them an MPI
-barrier, whose messages order memory accesses, replaces the counters.
+Memory order: a rank writes its data before its counter, and another rank reads the counter before
+the data. If a processor reordered these accesses, a rank could read old data after a new counter.
+x86 processors keep stores in order and loads in order (TSO), the streaming copies of the kernel and
+the C library end in a fence, and an aligned 8-byte write is atomic. On x86, the counters therefore
+need no fence instructions. Other processors may reorder memory accesses. On such processors, the
+ranks therefore use an MPI barrier in place of the counters, because its messages keep the accesses
+in order.
 """
 
 from __future__ import annotations
@@ -201,8 +202,8 @@ class NodeMemory:
             self.reason = str(error)
         comm: Any = context.comm
         group = comm.membership if getattr(comm, "places", None) else None
-        # Before a rank died, the living ranks have already tested that they can use each other's
-        # memory.
+        # After a death, the living ranks need no new test whether they can use each other's memory,
+        # if all ranks made this test before the death.
         proved = group.cross if group and self.topology.nodes == 1 else None
         failed = np.array([self.reason is not None, not proved], np.int64)
         context.wait(context.control.Iallreduce(MPI.IN_PLACE, failed, MPI.SUM).Test)
@@ -228,7 +229,7 @@ class NodeMemory:
 
 
 def memory_of(context: Context, ranks_per_node: int | None = None) -> NodeMemory:
-    """Return the node memory of a communicator. The first call allocates it, and is collective."""
+    """Return the node memory of a communicator; the first call allocates it, and is collective."""
     if "node" not in context.store:
         context.store["node"] = NodeMemory(context, ranks_per_node)
     return context.store["node"]

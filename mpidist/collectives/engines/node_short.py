@@ -2,10 +2,10 @@
 
 This allreduce has the same steps as the schedule `node.flat`. This module does not use a general
 engine for schedules, because for short vectors one Python function call costs as much as the
-addition. Each rank has a slot in shared memory for its vector. There are two sets of slots, with
-one slot (a buffer) per rank, and successive allreduces use the two sets in turn. So a rank uses the
-same slot again only in every second allreduce. When a rank overwrites its slot, all ranks have read
-the slot's old contents, because they have reached the barrier of the allreduce in between.
+addition. Each rank has two slots (buffers) for its vector in shared memory, and successive
+allreduces use the first and the second slots in turn. When a rank overwrites one of its slots, all
+ranks have already read the old contents, because they have since reached the barrier of another
+allreduce.
 
 On nodes of more than `node.FEW_RANKS` ranks, one NumPy call reads the barrier counters of all
 ranks. On these large nodes, a second NumPy call compares the numbers that identify the ranks'
@@ -40,17 +40,18 @@ def _stride(nbytes: int) -> int:
 
 
 class NodeShort:
-    """A prepared allreduce of a short vector; its ``run(x, total)`` reduces `x` in place."""
+    """A prepared allreduce of short arrays of one shape; ``run(x)`` reduces `x` in place."""
 
     def __init__(
         self, signature: Signature, reduction: Reduction, shape: tuple[int, ...], memory: NodeMemory
     ):
         self.gate, self.reduction = memory.gate, reduction
         size, n = memory.topology.local_size, prod(shape)
-        # NumPy adds up a single column in another order than several columns. So a vector of one
-        # number is stored as two equal columns.
+        # NumPy adds up a single column in another order than several columns. A vector of one
+        # number is therefore stored as two equal columns.
         slot = (2,) if self.gate.many and n == 1 else shape
-        #: Two sets of slots; the first axis is the rank.
+        #: Two arrays, used in turn; each has a slot (buffer) per rank, and the first axis is the
+        #: rank.
         self.sets = [_slots(area, size, reduction.work, slot) for area in memory.flat]
         nbytes = n * reduction.work.itemsize
         sent = Counters(shared_bytes=nbytes, bytes_reduced=nbytes * (size - 1))
@@ -75,7 +76,7 @@ def _slots(area: np.ndarray, size: int, dtype: np.dtype, shape: tuple[int, ...])
 
 
 def _hot_path(short: NodeShort, signature: Signature, shape, rank: int):
-    """Return ``run(x, total)``, which reduces `x`, and ``calls()``, the number of runs so far."""
+    """Return two functions: ``run(x, total)`` reduces `x`, ``calls()`` returns how often it ran."""
     gate, context, slots = short.gate, short.gate.context, short.sets
     note, owner, kind, key = context.history.append, context.owner, signature.kind, signature.key
     size = context.size

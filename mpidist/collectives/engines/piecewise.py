@@ -15,9 +15,10 @@ the tree's lowest level at once, then all pairs of sums in the next level, and s
 
 Adding takes as long as memory is read and written, so `add` goes through a vector in blocks that
 stay in the cache: a block is weighted and then added to all rows that the tree joins. A piece may
-come in parts, which are still in the cache when they are added (`begin_piece`). Half of the pieces
-join nothing yet. The caller may write such a piece into the memory where it will be added
-(`next_row`, `add_row`), and it is weighted when the next piece is added to it.
+come in parts, which are still in the cache when they are added (`begin_piece`). About half of
+the pieces are only stored when they come, because the tree adds them to a later piece. The caller
+may write such a piece directly into the memory in which it is stored (`next_row`, `add_row`). Such
+a piece is multiplied by its weight when the next piece comes.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class PieceSum:
         self.held = max(len(fixed_tree.partials(start, stop, pieces)), 1)
         self._stack: list = []
         self._next = start
-        self._weight: float | None = None  # of the newest row, if it is not multiplied yet
-        self._total: np.ndarray | None = None  # the whole sum, if it is not in the first row
+        self._weight: float | None = None  # weight of the newest row, if not applied yet
+        self._total: np.ndarray | None = None  # the whole sum, if not in the first row
         self._staging: np.ndarray | None = None
         self._ahead: CachedPlan | None = None
         self._run: ProgramRun | None = None
@@ -139,9 +140,10 @@ class PieceSum:
     def add(self, vector, weight: float = 1.0, *, last: bool = False) -> None:
         """Add ``weight * vector`` as the next piece (summand) of this rank.
 
-        The caller may change `vector` after the call. If `vector` is None, zeros are added. `last`
-        says that `vector` will be the `out` of `finish`: if this is the last piece of all, the sum
-        is written there at once, which saves a copy.
+        The caller may change `vector` after the call. If `vector` is None, zeros are added. With
+        `last`, the caller promises to pass `vector` as the argument `out` of `finish`. If this rank
+        has all pieces and this is the last one, the sum is written into `vector` at once, which
+        saves a copy.
         """
         if vector is not None and isinstance(self.rows, np.ndarray):
             self.begin_piece(weight, out=vector if last else None)(0, vector)
@@ -159,8 +161,9 @@ class PieceSum:
         """Begin the next piece of this rank, which comes in parts, in main memory.
 
         Returns ``add(start, part)``, which adds ``weight * part`` to the elements from `start` on.
-        Each element must be added once, before anything else is added. `out` is the `out` of
-        `finish`, or None: if this is the last piece of all, the sum is written there at once.
+        Each element must be added once, before anything else is added. `out` is the array that the
+        caller will pass to `finish`, or None. If this rank has all pieces and this is the last one,
+        the sum is written into `out` at once.
         """
         self._take(1)
         top, weight = len(self._stack), self.dtype.type(weight)
@@ -193,9 +196,11 @@ class PieceSum:
         return add
 
     def next_row(self) -> np.ndarray | None:
-        """Return memory for the next piece, which `add_row` then adds; None if there is none.
+        """Return memory into which the caller may write the next piece, or None.
 
-        It is a row of the sum's own dtype. Until `add_row`, nothing else may be added.
+        `add_row` then adds this piece; before it, no other piece may be added. The memory has the
+        dtype of the additions. The result is None if the tree adds the next piece to an earlier sum
+        at once, if this rank has no further piece, or for device arrays.
         """
         if self._next == self.mine.stop or not isinstance(self.rows, np.ndarray):
             return None
@@ -330,7 +335,7 @@ class PieceSum:
         self._next = self.mine.start
 
     def _message_plan(self, length: int) -> CachedPlan:
-        """Return the plan of the sum by messages. The first call is collective."""
+        """Return the plan of the sum by messages. The first call for a length is collective."""
 
         def steps(size: int, rank: int, _length: int, itemsize: int):
             count = algorithms.segments(self.n * itemsize, size)

@@ -1,9 +1,9 @@
 """Choose the engine (the object that reduces a vector) by the name of the algorithm.
 
-A *short* engine (`native.Staged`, `node_short.NodeShort`) is for short vectors. The method ``run(x,
-total)`` of a short engine takes the user's array `x`. All other engines derive from
-`executor.Engine`. Engines derived from `executor.Engine` reduce a 1-D vector, which has the dtype
-float32 if the user's array has half precision.
+A *short* engine (`native.Staged`, `node_short.NodeShort`) is for short vectors. The function
+``run(x, total)`` of a short engine takes the user's array `x`, and for a mean the number `total` to
+divide by. All other engines derive from `executor.Engine`. Engines derived from `executor.Engine`
+reduce a 1-D vector, which has the dtype float32 if the user's array has half precision.
 """
 
 from __future__ import annotations

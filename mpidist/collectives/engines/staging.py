@@ -80,14 +80,14 @@ class StagedProgram(NodeProgram):
         self._full = short // self.piece  # the rounds in which every part has a whole piece
         rows = memory[: node.staging_length(size, lanes, stride)].reshape(lanes * size, 2, stride)
         rows = rows[..., : self.piece * dtype.itemsize].view(dtype)
-        # The first view has the axes owner, rank that writes, buffer, element. The second view has
-        # the axes owner, buffer, element.
+        # `_inboxes` has the axes owner, rank that writes, buffer, element. `_outboxes` has the axes
+        # owner, buffer, element.
         self._inboxes = rows[: lanes * (size - 1)].reshape(lanes, size - 1, *rows.shape[1:])
         self._outboxes = rows[lanes * (size - 1) :]
         self._rounds = [self._make_round(k, self.piece, self.piece) for k in (0, 1)]
         rest = self._full * self.piece
         self._rounds.append(self._make_round(self._full % 2, short + 1 - rest, short - rest))
-        # This is a function and not a method of `self`, because a method would make a reference
+        # `_run` is a function and not a method of `self`, because a method would make a reference
         # cycle, whose memory Python frees much later.
         self._run: Callable = getattr(StagedProgram, f"_{form}")
         own = short + (rank < longer) if rank < lanes else 0

@@ -114,7 +114,8 @@ SCATTER: Table = {"direct": direct.scatter}
 MEASURED, NATIVE = "auto", "native"
 #: The algorithm whose bits depend on the number of ranks alone.
 ORDERED = "ordered"
-#: The algorithm that copies between the private memories of one node's ranks, without staging.
+#: The algorithm that copies directly between the private memories of the ranks of a node, without
+#: buffers in shared memory.
 SINGLE_COPY = "single_copy"
 #: Algorithms that use the memory of a node; "hierarchical" also sends messages between nodes.
 NODE = ("node", SINGLE_COPY, "hierarchical")

@@ -129,8 +129,8 @@ def halving(
         whole: Range = (blocks.start(of[0]), blocks.start(of[1]))
         if length(whole) * itemsize <= LONG:
             return [whole]
-        # The two partners differ only in the bit of this level, so both cut their halves at the
-        # same positions.
+        # The numbers of a rank and its partner differ only in the bit of this level, so both ranks
+        # cut their halves at the same positions.
         shift = of[0] - halves[k][1][0]
         parts = [theirs for _, _, theirs in halves[k + 1 :]] + [kept]
         spans = [(blocks.start(a + shift), blocks.start(b + shift)) for a, b in parts]

@@ -242,9 +242,8 @@ def check_races(operations: Sequence[Operation]) -> None:
 def _check_interval(k: int, touched: list[tuple[int, int, int, bool, Step]]) -> None:
     """Check interval `k` between two barriers: no rank writes data that another rank uses."""
     touched.sort(key=lambda span: span[0])
-    # There is one entry for reads and writes together (False) and one for writes alone (True). Each
-    # entry has the span so far that ends last, and the span that ends last among those of other
-    # ranks.
+    # `furthest[False]` has two of all spans so far, and `furthest[True]` two of the spans that are
+    # written: the span that ends last, and the span of another rank that ends last.
     furthest: dict[bool, list[tuple[int, int, int, bool, Step]]] = {False: [], True: []}
     for span in touched:
         start, stop, rank, writes, step = span

@@ -4,20 +4,20 @@ Inside the node, no messages are sent. The vector is cut into parts, and each pa
 rank. The owner of a part adds this part of all ranks' vectors, in pieces that fit into the cache.
 The sums of all parts are then copied to every rank.
 
-    in_place_allreduce, 4 ranks: the vectors lie in shared memory       q(N/q) = N bytes read and
-      sync | rank 1: v1[B] += v0[B], v2[B], v3[B]; v0[B] = v2[B] = v3[B] = v1[B] | sync   N written
-    staged: private vectors pass through small shared buffers, piece after piece, two of each:
+    in_place_allreduce, 4 ranks: vectors v0 to v3 lie in shared memory, and rank 1 owns part B
+      sync | rank 1: v1[B] += v0[B], v2[B], v3[B]; v0[B] = v2[B] = v3[B] = v1[B] | sync
+    staged: private vectors are copied piece by piece through shared buffers `in` and `out`:
       copy piece t for every owner into `in` | add my part of piece t-1, publish in `out` | sync |
       fetch piece t-1 of the other parts
     flat, short vectors: every rank copies in, sync, every rank adds all vectors in rank order
 
-With q ranks on the node and N bytes, each rank moves 2N bytes between memory and processor in
-`in_place_allreduce`, and (q+2)N bytes in `flat`. In `staged`, each rank also moves 2N bytes, if
-accesses that stay in the cache are not counted. In a barrier of the node (a sync), each rank writes
-one cache line. If the argument `lanes` is less than the number of ranks of the node, only the first
-`lanes` ranks own parts of the vector. The first half of an allreduce (`reduce_scatter`) gives each
-owner the node's sum of its part. Before the second half of an allreduce (`allgather`), the owners
-sum their parts over all nodes by messages.
+With q ranks on the node and N bytes, each rank reads N bytes and writes N bytes in
+`in_place_allreduce`. In `flat` it moves (q+2)N bytes between memory and processor. In `staged`,
+each rank also moves 2N bytes, if accesses that stay in the cache are not counted. In a barrier of
+the node (a sync), each rank writes one cache line. If the argument `lanes` is less than the number
+of ranks of the node, only the first `lanes` ranks own parts of the vector. The first half of an
+allreduce (`reduce_scatter`) gives each owner the node's sum of its part. Before the second half of
+an allreduce (`allgather`), the owners sum their parts over all nodes by messages.
 
 Jain, Kaleem, Balmana, Langer, Durnov, Sannikov, Garzaran, "Framework for Scalable Intra-Node
 Collective Operations using Shared Memory", SC 2018.
@@ -36,7 +36,7 @@ from collections.abc import Callable
 from ...partition import BlockPartition, pieces
 from .schedule import FINISH, NOTHING, REDUCE, REDUCE_LEFT, Range, Step, copy, length, node_sync
 
-#: Bytes that a rank copies to shared buffers per round, for all owners together. This value was the
+#: Bytes that a rank copies to shared buffers per round, for all owners together. 512 KiB were the
 #: fastest in measurements with 2 ranks: with more bytes per round, the data do not stay in the
 #: cache, and with fewer bytes, there are more barriers, at each of which a rank waits for the
 #: slower rank.
@@ -138,8 +138,8 @@ class _Staging:
         if self.size <= max(FEW_RANKS, 1):
             return [_reduce(round, row, mine) for row in rows]
         # One NumPy call adds all rows, beginning with the first row. This rank's values must come
-        # first in the sum, so they are added to the first row before that call, as the left
-        # operand.
+        # first in the sum. So they are added to the first row, as the left operand, before NumPy
+        # adds the rows.
         return [
             Step(round, REDUCE_LEFT, -1, mine, rows[0]),
             *(_reduce(round, row, rows[0]) for row in rows[1:]),

@@ -1,4 +1,4 @@
-"""Ring: each rank sends only to its right neighbour; it sends less than twice the vector's bytes.
+"""Ring: each rank sends only to its right neighbour, in all less than twice the vector's bytes.
 
 The vector is cut into p chunks. In the first p-1 rounds, each rank sends a partial sum of one chunk
 to its right neighbour, and adds its own values to the partial sum that comes from the left. In the

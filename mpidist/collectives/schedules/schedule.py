@@ -59,8 +59,8 @@ def combine(round: int, rank: int, peer: int, source: Range, target: Range) -> S
     """Return a step that reduces `source`, the data received from `peer`, into `target`.
 
     The left operand of the operation comes from the lower rank. Two ranks that exchange and add
-    their data both compute ``lower op higher``. So both get the same bits, even where the result of
-    an operation depends on the order of its operands (signed zeros, NaN payloads).
+    their data both compute ``lower op higher``. So both ranks get the same bits, even where the
+    result of an operation depends on the order of its operands (signed zeros, NaN payloads).
     """
     return Step(round, REDUCE_LEFT if peer < rank else REDUCE, peer, source, target)
 
