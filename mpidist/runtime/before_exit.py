@@ -33,7 +33,8 @@ def unlink_segments(prefixes: tuple[str, ...] = SEGMENTS) -> None:
     """Remove the names of the shared-memory files that the MPI library of this process has made.
 
     A process calls this function when it may soon be killed, because MPICH leaves megabytes in
-    /dev/shm when a job is aborted. Processes that have mapped the memory can still use it.
+    /dev/shm when a job is aborted. A process that has mapped such a file into its memory can go on
+    using it without the name.
     """
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
@@ -95,8 +96,8 @@ def end_process(code: int, *, now: bool) -> None:
     """At exit, end this process without MPI_Finalize, which may never return after a death.
 
     If possible, this function returns, and Python itself then ends the process, because Python
-    knows the exit code of a ``raise SystemExit(4)``. If this is not possible, or if `now` is true,
-    the process ends in this function with exit code `code`.
+    knows the exit code of a ``raise SystemExit(4)``. If Python cannot end the process without
+    MPI_Finalize, or if `now` is true, the process ends in this function with exit code `code`.
     """
     if now or not _leave_out_finalize():
         flush_files()

@@ -74,11 +74,11 @@ def has_rank_of(comm: MPI.Comm, dead: MPI.Group) -> bool:
 
 
 class ElasticComm(MPI.Intracomm):
-    """A communicator; communicators that are made from it are registered in its membership.
+    """A communicator of an elastic group; its `membership` records all communicators made from it.
 
-    Its blocking collectives check before they return whether a rank has died. Otherwise they could
-    return incomplete data: if a death interrupts a collective, Open MPI 5.0.11 may return as if the
-    collective had succeeded.
+    The blocking collectives of this class check before they return whether a rank has died. Without
+    this check they could return incomplete data: if a death interrupts a collective, Open MPI
+    5.0.11 may return as if the collective had succeeded.
     """
 
     #: The `ulfm.Membership` to which the communicator belongs.

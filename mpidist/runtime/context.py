@@ -49,7 +49,7 @@ MAX_PLANS = 256
 running = Running()
 
 _keyval = MPI.KEYVAL_INVALID
-# Operations that can never end. They are kept, because MPI may still write into their memory.
+# Operations that can never end; they are kept, because MPI may still write into their memory.
 _abandoned: list = []
 _making: dict[int, Making] = {}
 _one_thread = threading.RLock()  # reentrant, because a signal handler may make a first call
@@ -58,7 +58,7 @@ _one_thread = threading.RLock()  # reentrant, because a signal handler may make 
 class Context:
     """The state of one communicator. The function `of` makes a context, and `free` closes it."""
 
-    __slots__ = ("__dict__", "__weakref__", "stopped")  # short paths write `stopped` twice
+    __slots__ = ("__dict__", "__weakref__", "stopped")  # the fast paths write `stopped` twice
 
     def __init__(self, comm: MPI.Comm, private: tuple[MPI.Comm, MPI.Comm, int]):
         self.comm = comm
@@ -87,7 +87,7 @@ class Context:
         #: `close`.
         self.closed = self.stopped = self.under_way = False
         self.caller: int | None = None
-        #: Whether some rank may lack the error that this rank raised; the number of proofs so far.
+        #: Whether this rank raised without a proof that all ranks did; the number of proofs so far.
         self.unconfirmed, self.confirmed = False, 0
         #: The only thread that may call, if MPI allows only one thread.
         self.owner = None if MPI.Query_thread() == MPI.THREAD_MULTIPLE else threading.get_ident()
@@ -267,9 +267,9 @@ class Context:
         """End an operation that has begun, on all ranks, because this rank has raised `error`.
 
         A rank that waits for this rank raises MismatchError, which names this rank and `error`.
-        After that, the communicator cannot be used any more. This function does not raise; the
-        caller raises `error` again. If MPI has raised `error` because a rank has died, this
-        function raises RankFailure instead, and sends nothing.
+        The communicator cannot be used after `break_off`. The method does not raise; the caller
+        raises `error` again. If MPI has raised `error` because a rank has died, this function
+        raises RankFailure instead, and sends nothing.
         """
         mark_told(error, self)
         if self.failed or self.size == 1:
@@ -320,14 +320,14 @@ class Context:
     # -- agreement ---------------------------------------------------------------------
 
     def agree(self, signature: Signature, *facts: int) -> list[int]:
-        """Prove that all ranks begin the same new operation. Collective, polled.
+        """Prove that all ranks begin the same new operation. Collective; ranks wait by polling.
 
         The key of a rank is a digest of the rank's `signature`: operation, dtype, length and so on.
-        To compare the keys of all ranks, one small nonblocking allreduce finds the maxima of key
-        and -key. These maxima give the largest and the smallest key. If the operation has a plan
-        (it is prepared once and run often), the small allreduce runs only when the plan is made,
-        not when the plan runs again. The small allreduce also finds the maximum over all ranks of
-        each integer in `facts`, and `agree` returns these maxima.
+        A nonblocking allreduce of a few integers finds the maxima of key and -key over all ranks,
+        and so the largest and the smallest key; the keys are equal if these two are. The same
+        allreduce finds the maximum of each integer in `facts`, and `agree` returns these maxima. An
+        operation with a plan (it is prepared once and run often) calls `agree` only when its plan
+        is made.
         """
         if self.size == 1:
             return list(facts)
@@ -426,8 +426,8 @@ def _forget(comm: MPI.Comm, _keyval: int, _context: Context) -> None:
 def free(comm: MPI.Comm) -> None:
     """Free the context of `comm`. Collective over `comm`; a second call does nothing.
 
-    A program needs this function only for communicators that it frees itself. All other contexts
-    are freed at exit.
+    A program needs `md.free` only for communicators that it frees itself. All other contexts are
+    freed at exit.
     """
     context = contexts.get(handle_of(comm))
     if context is not None:

@@ -94,17 +94,17 @@ def _give_up(seconds: float) -> None:
 def _settle(context) -> bool:
     """Finish the operations that are still running and receive all statuses. Collective.
 
-    At this time all ranks close the context, so no rank begins another operation. A status message
-    that is not received now could arrive on a new communicator, because MPI may give the new
-    communicator the internal number of the freed one.
+    When this function runs, all ranks are closing the context, so no rank begins another operation.
+    A status message that is not received now could arrive on a new communicator, because MPI may
+    give the new communicator the internal number of the freed one.
     """
     statuses, end = context.statuses, time.monotonic() + _FINISH
 
     def listen(seconds: float) -> None:
         # This rank receives statuses while it waits, because a rank that has failed never takes
-        # part in this reduction. (The failed rank may have taken part in the first reduction of the
-        # ranks that leave, because that reduction may have matched the reduction of the call in
-        # which the rank failed.)
+        # part in the last reduction of the ranks that leave. (A failed rank may have taken part in
+        # their first reduction, if this was matched with the reduction of the call in which the
+        # rank failed.)
         _give_up(seconds)
         statuses.listen()
 

@@ -61,7 +61,7 @@ HOLD_BACK, LOOK = 0.5, 0.05
 DRAIN = 0.15
 
 #: LEAVE_TOGETHER: seconds that a rank leaving by ``sys.exit(nonzero)`` waits for the other ranks to
-#: leave, too. LEAVE_FIRST: the first of several such ranks leaves this many seconds earlier.
+#: leave, too. LEAVE_FIRST: if several ranks leave so, the first leaves this many seconds earlier.
 LEAVE_TOGETHER, LEAVE_FIRST = 5.0, 1.0
 
 #: The `ulfm.Membership` of an elastic group. With ULFM, MPI_Abort of Open MPI ends only one rank.
@@ -237,8 +237,8 @@ def _end_job(error: BaseException, show_traceback) -> None:
             time.sleep(READ_BY + 10 * HOLD_BACK)  # the launcher ends this process meanwhile
             _abort(code)
         if isinstance(error, MpidistError) and error.quiet:
-            # Another process of this launch prints the same error. That process may be slower than
-            # this one, and the launcher ends all processes when one process has failed.
+            # Another process of this launch prints the same error. The other process may be slower
+            # than this one, and the launcher ends all processes when one process has failed.
             time.sleep(6 * HOLD_BACK)
         else:
             _show(error, show_traceback)
@@ -338,9 +338,9 @@ def send_notes(comm: MPI.Comm, tag: int) -> list[MPI.Request]:
 def _leave_alone(code: int) -> None:
     """End a job of one rank with exit code `code`.
 
-    A Python excepthook can set the exit code only if it ends the process itself. There is no other
-    rank to wait for. So this function finalises MPI, and does not call MPI_Abort, which would print
-    a banner.
+    A Python excepthook can set the exit code only if it ends the process itself. The rank need not
+    wait for another rank. So this function finalises MPI, and does not call MPI_Abort, which would
+    print a banner.
     """
     atexit._run_exitfuncs()
     if _job_is_alive():
@@ -438,9 +438,9 @@ def let_first_leave() -> None:
     """Delay this rank's exit with a nonzero code, so that one other rank exits first.
 
     When one process of each of four hosts exits with a nonzero code at the same moment, mpirun of
-    Open MPI 5.0.11 hangs or crashes in about one run of five. This mpirun neither hung nor crashed
-    in 60 runs in which one process exited first and the others waited to be ended. This function
-    does nothing on one host, with other launchers, and before the ranks have left the exit barrier.
+    Open MPI 5.0.11 hangs or crashes in about one run of five. mpirun neither hung nor crashed in 60
+    runs in which one process exited first and the others waited to be ended. This function does
+    nothing on one host, with other launchers, and before the ranks have left the exit barrier.
     """
     here = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 0))
     if _exit_barrier == MPI.COMM_NULL and 0 < here < MPI.COMM_WORLD.size:

@@ -35,8 +35,8 @@ unreachable = False
 look: Callable[[], None] | None = None
 
 #: An object that shows the other ranks of this node what this rank does, or None
-#: (`elasticity.node_watch` sets it). Each wait of the main thread that does not end at once is
-#: shown there.
+#: (`elasticity.node_watch` sets it). The board shows each wait of the main thread that does not end
+#: at once.
 board: Any = None
 #: The phases of a rank that a board shows. A rank may stay in each of the last four phases for any
 #: time.
@@ -105,10 +105,10 @@ def wait_until(
 class ElasticWait:
     """What a wait with a loop of its own must do in an elastic program.
 
-    Such a wait must notice when a rank has died, and must show the other ranks of its node that
-    this rank waits. A wait of less than a millisecond need not do this. A server that answers
-    requests while it waits still counts as waiting. So the other ranks do not take the server for a
-    late rank, and do not remove it.
+    A wait with a loop of its own must notice when a rank has died, and must show the other ranks of
+    the node that this rank waits. A wait of less than a millisecond need not do this. A server that
+    answers requests while it waits still counts as waiting. So the other ranks do not take the
+    server for a late rank, and do not remove it.
     """
 
     _EVERY = 0.001  # seconds between two calls of `look`

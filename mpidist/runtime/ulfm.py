@@ -115,7 +115,7 @@ class Membership:
     comm : ElasticComm
         The communicator of the active ranks, which is made by `open`; COMM_NULL on a spare.
     children : list of MPI.Comm
-        `comm` and all communicators that were made from it. They are revoked together.
+        `comm` and all communicators that were made from it, which are revoked together.
     """
 
     def __init__(
@@ -169,13 +169,13 @@ class Membership:
         return self.children[-1]
 
     def settle(self, around: MPI.Comm, *made):
-        """Wait until all ranks of `around` have made `made`; return ``made[0]``. Collective.
+        """Wait until all ranks of `around` have made the communicators `made`; return ``made[0]``.
 
-        Open MPI 5.0.11 crashes a rank that still makes a communicator when another rank revokes
-        this communicator. Therefore `end` does not revoke communicators for which `settle` has not
-        returned.
+        Collective over `around`. Open MPI 5.0.11 crashes a rank that still makes a communicator
+        when another rank revokes this communicator. Therefore `end` does not revoke communicators
+        for which `settle` has not returned.
         """
-        if around != MPI.COMM_NULL:  # a rank outside of a group takes no part
+        if around != MPI.COMM_NULL:  # COMM_NULL: this rank is not in the new communicator
             request = around.Ibarrier()
             try:
                 polling.wait_until(request.Test)
@@ -249,8 +249,8 @@ class Membership:
         here, there = base.Get_group(), self.base.Get_group()
         before = here.Translate_ranks(range(here.size), there)
         dead = MPI.Group.Difference(there, here)
-        # These are communicators that the program has made earlier, or from other communicators
-        # than `comm`.
+        # The program may have made communicators with a dead rank earlier, or from other
+        # communicators than `comm`. Their contexts end here.
         self._end_contexts(
             "a rank of this communicator has died", lambda comm: has_rank_of(comm, dead)
         )
@@ -335,8 +335,8 @@ class Membership:
 
         Raises TimeoutError if the other ranks do not take part within some seconds. The other ranks
         take part by calling `shrink`, `all_here` or `agree_at_exit`, and leave the job there with
-        exit code `code`. This rank must then call `failure.leave_with`. The lowest rank that knows
-        the cause prints its error.
+        exit code `code`. After `end_job`, this rank must call `failure.leave_with`. The lowest rank
+        that knows the cause prints its error.
         """
         self.end("the job ends")
         self._meet(agreed_bits.ending(code), READ_BY)
@@ -358,7 +358,7 @@ class Membership:
         return f"{self.failure()}, at the end" if self.base.rank == living[0] else ""
 
     def _last_meeting(self, turn: int) -> bool:
-        """Return whether this rank is the lowest rank with the smallest `turn`. Collective."""
+        """Return whether this rank prints: the lowest one with the smallest `turn`. Collective."""
         base = shrunk(self.base)
         survive(base)
         mine = turn * base.size + base.rank

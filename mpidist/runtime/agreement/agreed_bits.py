@@ -1,8 +1,8 @@
 """The bits on which the living ranks of an elastic group agree, see `ulfm.Membership`.
 
-Each rank passes an integer, and MPI combines the integers of all ranks by a bitwise "and". So a bit
-of the result is 1 only if the bit is 1 on all ranks. The 8 bits above the other bits are an exit
-code.
+An elastic group is a group of ranks that goes on after a rank has died. Each rank passes an
+integer, and MPI combines the integers of all ranks by a bitwise "and". So a bit of the result is 1
+only if the bit is 1 on all ranks. The 8 bits above the other bits are an exit code.
 """
 
 from __future__ import annotations

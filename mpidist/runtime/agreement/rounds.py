@@ -21,11 +21,11 @@ from ..context import of
 from .mismatch import Signature, digest_number
 
 #: If rank 0 receives at most this many bytes in a gather, all ranks pad their messages to the same
-#: length, and one round of messages suffices. Otherwise the ranks send the lengths in a first round
-#: and the data in a second one.
+#: length, and one round of messages suffices. If rank 0 receives more bytes, the ranks send the
+#: lengths in a first round and the data in a second one.
 _PADDED = 1 << 20
-#: Bytes of the first message of an answer. This message contains the length of the answer, and as
-#: many bytes of the answer as fit.
+#: Bytes of the first message of an answer, which contains the length of the answer, and as many of
+#: its bytes as fit.
 ROOM = 1024
 #: A rank sends this text in place of data that do not fit in the message. No pickle begins with
 #: these bytes.

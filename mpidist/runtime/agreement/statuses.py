@@ -159,8 +159,8 @@ class Statuses:
     def fail(self, text: str, state: int = mismatch.VERDICT) -> None:
         """Mark the communicator as failed, send `text` to all ranks, and raise MismatchError.
 
-        The state ``BROKEN`` tells the receivers that another rank has raised an exception. That
-        rank knows the cause.
+        The state ``BROKEN`` tells the receivers that another rank has raised an exception, and that
+        this other rank knows the cause.
         """
         ulfm.expect_death()  # perhaps the ranks differ because a rank has died
         self.found, self.crossed = True, state == mismatch.CROSSED

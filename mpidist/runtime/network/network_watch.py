@@ -1,4 +1,4 @@
-"""Notice that another host cannot be reached, tell the user, and shorten the pauses of TCP.
+"""Notice that another host cannot be reached, tell the user, and make TCP send again sooner.
 
     mpidist: rank 1 of 4 on n2 has had no answer from n3 for 3 s, in md.allreduce
              (train.py:31); is a host or the network down?

@@ -9,9 +9,9 @@ down. While a rank waits, this module therefore makes TCP send a few questions t
 (keepalive).
 
 This module changes the settings of connections to other hosts only, and only while they get no
-answer or are idle in a long wait. Some of these connections may belong to the user's program. This
-does no harm: TCP sends a few more packets, gives up after the same time as before, and gets its old
-settings back afterwards.
+answer or are idle in a long wait. Some of these connections may belong to the user's program. Other
+settings do them no harm: TCP sends a few more packets, gives up after the same time as before, and
+gets its old settings back afterwards.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ PAUSE = 1000
 RTO_MAX = getattr(socket, "TCP_RTO_MAX_MS", 44)
 #: On at most this many idle connections of a process, TCP is made to send questions.
 _MOST = 32
-#: Limits for the number of questions without an answer: fewer than the first number are few, and
-#: the second number is enough (see `_look`).
+#: Two numbers of TCP's questions without an answer (see `_look`). From the first number on, a
+#: doubled pause is no longer a reason to shorten pauses. From the second number on, TCP is not made
+#: to ask at once when a wait is over.
 _FEW, _ENOUGH = 3, 10
 #: The shortest pause before TCP in Linux sends again, in milliseconds.
 _RTO_MIN = 200
@@ -62,7 +63,7 @@ _GIVE_UP, _LONGEST = (IPPROTO_TCP, TCP_USER_TIMEOUT), (IPPROTO_TCP, RTO_MAX)
 _COUNT, _PAUSE = (IPPROTO_TCP, TCP_KEEPCNT), (IPPROTO_TCP, TCP_KEEPINTVL)
 _FIRST, _ASK = (IPPROTO_TCP, TCP_KEEPIDLE), (SOL_SOCKET, SO_KEEPALIVE)
 _BEGIN = (IPPROTO_TCP, TCP_SYNCNT)
-#: The options that are changed, in the order in which they are set. They are restored in the
+#: The options that are changed, in the order in which they are set; they are restored in the
 #: reverse order.
 _OPTIONS = (_GIVE_UP, _BEGIN, _LONGEST, _COUNT, _PAUSE, _FIRST, _ASK)
 Values = dict[tuple[int, int], int]
@@ -127,7 +128,7 @@ class Connections:
             tcp = _state(connection)
             idle = waits and not _queued(connection)
             if tcp.state > _CONNECTING or not (tcp.tries or tcp.backoff or idle):
-                return None  # nearly all connections in nearly all looks
+                return None  # the usual case: the connection works
             mine, theirs = _addresses(connection, inode)
             if not is_other_host(mine, theirs):
                 return None
@@ -164,9 +165,9 @@ def _short(state: int, old: Values, round_trip: int) -> Values:
 
     By default Linux gives up after a number of tries. With short pauses, Linux would give up after
     14 s instead of 15 minutes. So the time after which Linux gives up (TCP_USER_TIMEOUT) is set as
-    well. This time limit would also end a connection whose other side is only busy and reads
-    nothing. It is therefore set only while there is no answer. TCP tries to establish a new
-    connection for 127 s, as Linux does by default.
+    well. With TCP_USER_TIMEOUT, Linux would also end a connection whose other side is only busy and
+    reads nothing. The limit is therefore set only while there is no answer. TCP tries to establish
+    a new connection for 127 s, as Linux does by default.
     """
     # TCP must not send again before an answer can have arrived; an answer of a distant host may
     # take seconds.
@@ -224,8 +225,8 @@ def _addresses(connection: socket.socket, inode: int) -> tuple[str, str]:
         mine = known.getsockname()[0]
         with contextlib.suppress(OSError):
             return mine, known.getpeername()[0]
-        # If the connection is not established yet, the kernel shows the other end only in this
-        # table.
+        # If the connection is not established yet, the kernel shows the other end only in the file
+        # `_TABLE`.
         table = Path(_TABLE + "6" * (known.family == socket.AF_INET6))
         lines = map(str.split, table.read_text().splitlines())
         theirs = next((line[2] for line in lines if line[9] == str(inode)), "").partition(":")[0]
