@@ -103,11 +103,11 @@ def check_launcher(environ: Mapping[str, str], library: str) -> None:
 def network_for(environ: Mapping[str, str], library: str) -> dict[str, str]:
     """Return the variables that make MPI_Init of this library work, and work quickly.
 
-    Open MPI 5 has a component for one-sided transfers over libfabric. This component sleeps for a
-    second when MPI_Init closes it unused. If all ranks are on one host, they never use the
-    component. The returned variables then exclude it, unless the user has chosen the components
-    (``OMPI_MCA_btl``). This function is for the commands of mpidist under `mpirun`; for programs
-    under `mpidist launch`, `supervisor.commands` excludes the component.
+    Open MPI 5 has a component for one-sided transfers over libfabric. If MPI_Init closes this
+    component unused, the component sleeps for a second. If all ranks are on one host, they never
+    use the component. The returned variables then exclude it, unless the user has chosen the
+    components (``OMPI_MCA_btl``). This function is for the commands of mpidist under `mpirun`; for
+    programs under `mpidist launch`, `supervisor.commands` excludes the component.
 
     If MPICH uses the network library UCX, it publishes the address of a rank in 4096 bytes,
     although the address has only some hundred bytes. MPICH sends the 4096 bytes in nine values of
@@ -121,7 +121,8 @@ def network_for(environ: Mapping[str, str], library: str) -> dict[str, str]:
     libfabric has several providers (network drivers). On a TCP network, MPICH prefers the provider
     "sockets" to "tcp". With "sockets", about 3 of 100 starts wait for ever in MPI_Init on a busy
     machine, because all ranks wait for messages of the first collective operation (MPICH 5.0.2).
-    The variables also exclude this provider, unless the user has chosen a provider.
+    The returned variables also exclude the provider "sockets", unless the user has chosen a
+    provider.
     """
     sizes = environ.get("OMPI_COMM_WORLD_SIZE"), environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     if library.startswith("Open MPI v5") and sizes[0] and sizes[0] == sizes[1]:

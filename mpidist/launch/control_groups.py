@@ -3,8 +3,8 @@
 Linux has two versions of control groups. The OOM killer of Linux kills a process if memory is
 lacking. A control group of version 2 counts the killed processes, including those of its child
 groups, in the file ``memory.events``. A control group of version 1 counts the killed processes in
-the file ``memory.oom_control``. Every process that can read the folder of a group can read these
-counts.
+the file ``memory.oom_control``. Every process that can read the folder of a group can read how many
+processes were killed.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ _MPI_SETTINGS = (
 )  # fmt: skip
 
 
-#: Variables that `mpidist launch` sets for its ranks: the folder of this attempt, a folder for
-#: copies of the state in the memory of each host, and the folder of the earlier attempt that hands
-#: its run over.
+#: Variables that `mpidist launch` sets for its ranks. An attempt is one start of the job. The
+#: variables name the folder of this attempt, a folder for copies of the state in the memory of each
+#: host, and the folder of the earlier attempt whose run this attempt takes over.
 ATTEMPT_FOLDER, MEMORY_FOLDER = "MPIDIST_ATTEMPT_FOLDER", "MPIDIST_MEMORY_FOLDER"
 ATTEMPT_BEFORE = "MPIDIST_ATTEMPT_BEFORE"
 
@@ -29,7 +29,7 @@ def attempt_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def attempt_before(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder of the attempt that hands its run over to this attempt, or None."""
+    """Return the folder of the earlier attempt whose run this attempt takes over, or None."""
     return Path(environ[ATTEMPT_BEFORE]) if ATTEMPT_BEFORE in environ else None
 
 
@@ -53,7 +53,7 @@ _CURE = "use mpidist launch, which starts the job again from the newest checkpoi
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the folder that stores the selected collective algorithms for later runs, or None.
 
-    This is `user_cache`. With ``MPIDIST_SELECTION_CACHE=0`` the result is None.
+    The folder is the result of `user_cache`. With ``MPIDIST_SELECTION_CACHE=0`` the result is None.
     """
     return None if environ.get("MPIDIST_SELECTION_CACHE") == "0" else user_cache(environ)
 

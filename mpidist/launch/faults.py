@@ -43,7 +43,7 @@ _KEYS = ("rank", "seed", "attempt", "ms", "code")
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: its action, point, number, rank and attempt; None means any number and so on."""
+    """One fault: its action, point, number, rank and attempt; None means that any value fits."""
 
     action: str
     point: str
@@ -137,9 +137,9 @@ class Injector:
             if fault.point == name and fault.number in (None, number):
                 act(fault, f"{name}:{number} on rank {self.rank}", about or {})
 
-    # The points below are functions that run often, or that belong to other folders of the package.
-    # These functions contain no call of `fault_point`. If a fault names such a function, the
-    # function is replaced by a wrapper.
+    # The points below are functions that run often, or that belong to other folders of the package,
+    # and that contain no call of `fault_point`. If a fault names such a function, the function is
+    # replaced by a wrapper.
 
     def _wrap(self) -> None:
         # If the module is not loaded yet, the function is wrapped at a later point. Loading the

@@ -47,15 +47,15 @@ OVER = "over"
 BEGUN = "begun"
 #: The file with the text that identifies the launcher of the attempt.
 LAUNCHER_FILE = "launcher"
-#: Files in the folder of an attempt that hands its run over to another attempt
-#: (`fault_tolerance.hand_over`). The first file says that the attempt can hand its run over, the
-#: second file asks it to hand the run over, and the third file is the decision. The third file is a
-#: symbolic link, and its target is a text that says which attempt continues.
+#: Files in the folder of an attempt whose run another attempt, with more ranks, may take over
+#: (`fault_tolerance.hand_over`). CAN: the attempt can hand its run over. ASKED: `mpidist launch`
+#: asks it to. HANDED: the attempt offers its state, and the text of the file says where it is.
+#: DECIDED: a symbolic link whose target is a text that says which attempt continues.
 CAN, ASKED, HANDED, DECIDED = "can-hand-over", "hand-over", "handed-over", "decided"
-#: The file in the folder of the other attempt which says that all ranks of that attempt are ready.
+#: The file by which the attempt that takes the run over says that all its ranks are ready.
 READY = "ready"
-#: The possible decisions: the state is in the memory of the only host; the state is in the
-#: checkpoint store; the first attempt keeps its run.
+#: The possible texts of DECIDED: the next attempt continues, with the state in the memory of the
+#: only host, or in the checkpoint store; or the first attempt keeps its run.
 IN_MEMORY, IN_STORE, KEPT = "memory", "store", "kept"
 #: The exit code of a rank that ends itself because its attempt (start of the job) is over.
 ORPHAN = 70
@@ -297,7 +297,7 @@ def make_decision(folder: Path, text: str) -> bool:
     """Make the decision `text`; return False if another process has made another decision."""
     try:
         # A symbolic link is made in one step together with its text. A file could stay empty,
-        # because the process that makes it is killed or the disk is full. Then all processes would
+        # because the process that makes it is killed or the disk is full, and all processes would
         # wait for the decision for ever.
         (folder / DECIDED).symlink_to(text)
     except FileExistsError:

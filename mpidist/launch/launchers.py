@@ -1,8 +1,8 @@
 """Start an MPI program from a plain test: ``launch(4, [sys.executable, "prog.py"])``.
 
-The test process does not import MPI. It uses the launcher in the folder of the running interpreter,
-where the Python packages of Open MPI and MPICH install their launchers. The ``mpiexec`` of another
-MPI on PATH would start n programs of one rank each.
+The test process does not import MPI. The test process uses the launcher in the folder of the
+running interpreter, where the Python packages of Open MPI and MPICH install their launchers. The
+``mpiexec`` of another MPI on PATH would start n programs of one rank each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RANK_VARIABLES = ("PMIX_", "PMI_", "PMI2_", "OMPI_COMM_WORLD_", "PRTE_", "HYDI_
 
 #: Settings for more ranks than cores, with which a rank that waits lets other ranks use its core.
 #: By default MPICH calls sched_yield, and then usually another rank that waits gets the core. With
-#: these settings, MPICH sleeps instead.
+#: these settings, a waiting rank of MPICH sleeps instead.
 OPEN_MPI_YIELDS = {"mpi_yield_when_idle": "1"}
 MPICH_YIELDS = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "30"}
 

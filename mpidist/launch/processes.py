@@ -117,7 +117,7 @@ class Started:
         _alive.add(self)
 
     def _before(self) -> None:
-        """Prepare the child: a launcher needs the signals that `mpidist launch` has blocked."""
+        """In the new process, unblock all signals; `mpidist launch` has blocked some of them."""
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         if self._session is not None:
             remove_session(os.getpid(), self._session)
@@ -160,7 +160,7 @@ class Started:
 
     def _end(self) -> None:
         # When a process is killed, the shared-memory files of its MPI library stay. The names of
-        # these files are known only while the files are mapped.
+        # the shared-memory files are known only while the files are mapped.
         segments = mpi_segments(marked(self.mark)) if self.mark else set()
         if late := self.process.poll() is None:
             # After SIGTERM a launcher removes its folders and ends its own ranks. The whole process

@@ -63,8 +63,8 @@ def versions_fingerprint() -> dict[str, str]:
 def h5py_version() -> str:
     """Return the version of the installed h5py, or "none".
 
-    The name of the folder beside the package has it: importing h5py takes 25 ms, and asking
-    `importlib.metadata` 10 ms, in each rank.
+    The version is read from the name of the folder ``h5py-VERSION.dist-info``. In each rank,
+    importing h5py would take 25 ms, and asking `importlib.metadata` 10 ms.
     """
     found = importlib.util.find_spec("h5py")
     if found is None or found.origin is None:
