@@ -67,8 +67,8 @@ class Loading:
         useful if data and gradients share a network.
     starved_after : float
         How many seconds to wait for a batch before the run saves a checkpoint and prints a message.
-        Then the run waits again, each time twice as long, but at most 5 minutes. The option
-        `starved_after` has an effect only if a thread reads ahead.
+        The run then waits again for the batch, each time twice as long, but at most 5 minutes. The
+        option `starved_after` has an effect only if a thread reads ahead.
     finite : bool
         Whether a sample with a NaN or an infinity counts as a bad record, which is skipped. Set
         `finite` to False for models that can use such numbers.

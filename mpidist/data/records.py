@@ -55,10 +55,10 @@ def readable(source) -> bool:
     """Return whether a record of `source` may be read before the run.
 
     If the source has the attribute ``remote``, its records may be read if ``remote`` is false. A
-    source without this attribute may be read if it is a list, a tuple or one of mpidist's sources.
-    A `Stream` without this attribute may not be read, because reading its last record would read
-    the whole stream. If the source wraps another source, these rules hold for the wrapped source
-    too.
+    source without the attribute ``remote`` may be read if it is a list, a tuple or one of mpidist's
+    sources. A `Stream` without it may not be read, because reading its last record would read the
+    whole stream. If one of mpidist's sources wraps another source, its records may be read if those
+    of the wrapped source may be read.
     """
     while True:
         remote = getattr(source, "remote", None)

@@ -28,8 +28,8 @@ SHUFFLES = ("permutation", "bijection", "none")
 #: A data set of more samples is shuffled by a bijection, because a permutation would take more than
 #: 32 MiB on every rank.
 PERMUTED = 1 << 22
-#: How many positions of a bijection are computed at once. This takes no longer than computing the
-#: positions of one batch.
+#: How many positions of a bijection are computed at once; so many take no longer than those of one
+#: batch.
 _WINDOW = 1 << 14
 
 

@@ -78,7 +78,10 @@ def shard(
             f"unknown sharding {mode!r}: expected one of {known}{nearest(mode, MODES)}"
         )
     if not 0 <= rank < size or min(counts, default=0) < 0 or not len(counts):
-        raise ConfigError(f"sharding: rank {rank} of {size} ranks, files of {list(counts)} records")
+        raise ConfigError(
+            f"sharding: rank {rank} of {size} ranks, files of {list(counts)} records; expected a "
+            "rank from 0 on, below the number of ranks, and at least one file"
+        )
     why = "it was asked for"
     if mode == "auto":
         mode, why = choose_sharding(counts, ranks_of_nodes, indexed)

@@ -8,7 +8,7 @@ the bad records. A source should raise `BadRecord` for a bad record, but other e
 handled too. A batch without a bad record costs no additional time.
 
 If no sample of a batch can be taken, because reading a file fails or memory is missing, a few other
-records of the source are tried as well. If these other records fail in the same way, the whole
+records of the source are tried as well. If the few other records fail in the same way, the whole
 source is unavailable, and no record counts as bad. While the source is unavailable, the batch is
 tried again a few times.
 """
@@ -132,8 +132,9 @@ class BadRecordFilter:
                 if place not in bad and isinstance(_root(caught), OSError | MemoryError):
                     again.append(place)
                 bad[place], cause = told(caught), _root(caught)
-        # Each of these samples could be taken alone. If the shapes or dtypes of a sample differ
-        # from those of most samples, it cannot be in the same batch as these, and counts as bad.
+        # Each sample in `singles` could be taken alone. If the shapes or dtypes of a sample differ
+        # from those of most samples, it cannot be in the same batch as the others, and counts as
+        # bad.
         form = self._form or _commonest(singles.values())
         for place, single in list(singles.items()):
             if form is not None and _form(single) != form:

@@ -95,8 +95,9 @@ class HDF5:
     def counts(self) -> list[int]:
         """Number of samples in each chunk, for the function `sharding.shard` with mode "file".
 
-        With these counts, `shard` gives each chunk to one rank, which decompresses it once. If the
-        datasets have chunks of different sizes, the result has the numbers for the largest chunks.
+        With the counts of this method, `shard` gives each chunk to one rank, which decompresses it
+        once. If the datasets have chunks of different sizes, the result has the numbers for the
+        largest chunks.
         """
         there = [reader.chunk for reader in self._readers if reader.chunk < len(self)]
         per = max(there, default=max(1, len(self)))
@@ -106,7 +107,10 @@ class HDF5:
         """Return the samples at `indices`, in the order of `indices`."""
         indices = np.asarray(indices)
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
-            raise ConfigError(f"hdf5: index {indices.max()} of {len(self)} samples in {self.name}")
+            raise ConfigError(
+                f"hdf5: index {indices.max()} of {len(self)} samples in {self.name}; samples are "
+                "numbered from 0"
+            )
         with self._lock:
             if self._raw < 0:  # the descriptor may belong to another file by now
                 raise ClosedError(f"hdf5: {self.name} is closed")

@@ -186,7 +186,9 @@ class TFRecords:
         """
         indices = np.asarray(indices, np.int64)
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
-            raise ConfigError(f"tfrecord: record {indices.max()} of {len(self)}")
+            raise ConfigError(
+                f"tfrecord: record {indices.max()} of {len(self)}; records are numbered from 0"
+            )
         order = np.argsort(indices, kind="stable")
         rows = indices[order]
         begins, ends = self._begins[rows], self._ends[rows]

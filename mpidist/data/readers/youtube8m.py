@@ -172,7 +172,7 @@ def mark_entities(records: Laid, spans: np.ndarray, indices, labels: np.ndarray)
     wrong = (numbers < 0) | (numbers >= labels.shape[1])
     if wrong.any():
         index, number = int(indices[owners[wrong][0]]), numbers[wrong][0]
-        raise BadRecord(index, f"entity {number} of {labels.shape[1]}")
+        raise BadRecord(index, f"entity {number} of {labels.shape[1]}; the first is 0")
     labels[owners, numbers] = 1
 
 
