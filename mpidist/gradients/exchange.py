@@ -73,8 +73,8 @@ class Gradients:
         For tests: treat every group of this many ranks as a node, as in `Topology`.
     uses : mapping of name -> int, optional
         For a tensor that the model uses several times (tied weights): how many times `ready` is
-        called for the tensor in a step. The gradient of the tensor is final after the last of these
-        calls. For all other tensors the number is 1.
+        called for the tensor in a step. The gradient of the tensor is final after the last of the
+        calls of `ready`. For all other tensors the number is 1.
 
     Attributes
     ----------

@@ -97,7 +97,7 @@ def _uses(uses, shapes: Mapping) -> dict[str, int]:
     if uses is None:
         return counts
     if not isinstance(uses, Mapping):
-        raise ConfigError(f"uses={shown(uses)}: expected a mapping of name -> number of ready")
+        raise ConfigError(f"uses={shown(uses)}: expected a mapping of name -> calls of ready")
     for name, given in uses.items():
         if name not in shapes:
             raise ConfigError(f"uses: {shown(name)} is no parameter{nearest(name, shapes)}")

@@ -25,9 +25,9 @@ def loss_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
 def with_extras(shapes: Mapping, loss: np.dtype | None = None) -> dict:
     """Return a dict name -> (shape, dtype) of gradients and extras, in their order in memory.
 
-    The extras are two numbers that are summed with the gradients, such as the loss. Their dtype is
-    `loss`, by default `loss_dtype` of the gradients. The vector that contains the extras comes
-    first.
+    The extras are two numbers that are summed with the gradients, such as the loss. The extras have
+    the dtype `loss`, by default `loss_dtype` of the gradients. The vector that contains the extras
+    comes first.
     """
     first = loss or loss_dtype(dtype for _, dtype in shapes.values())
     return {

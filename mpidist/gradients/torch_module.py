@@ -15,7 +15,7 @@ the same value.
 
 A parameter that no rank has used in a step has no gradient, and the optimizer does not change it.
 With the gradients, each rank sends a 1 for every parameter that it has used, and a 0 for the
-others. The sum of these numbers over the ranks shows whether any rank has used a parameter. A
+others. The sum of a parameter's numbers over the ranks shows whether any rank has used it. A
 parameter that at least one rank has used gets a mean gradient on all ranks.
 """
 
@@ -255,8 +255,8 @@ class Attached:
             missing = slot.parameter.grad is None
             if slot.sent and self._leaves():
                 changed = not slot.is_filled() or slot.tensor._version != slot.version
-                # If the program has set ``grad`` to None before another backward pass, it does not
-                # need this gradient any more. This is not an error.
+                # It is no error if the program has set ``grad`` to None before another backward
+                # pass, because it then does not need this gradient any more.
                 if changed and (last or not missing):
                     error = ProtocolError(
                         f"average: the gradient of {slot.name!r} was changed after backward, when "
