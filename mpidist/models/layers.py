@@ -18,10 +18,10 @@ A layer may also offer the two halves of `backward`, which a schedule can call a
     dx = layer.backward_input(parameters, saved, dy)
     layer.backward_weights(parameters, saved, dy, gradients, ready)
 
-If both methods are called, in any order, the results have the same bits as those of `backward`. In
-a layer with parameters, neither method changes dy, and dx shares no memory with dy, because the
-other method may be called later with the same dy. A layer without parameters may overwrite dy, or
-return a view of it.
+If `backward_input` and `backward_weights` are both called, in any order, the results have the same
+bits as those of `backward`. In a layer with parameters, neither method changes dy, and dx shares no
+memory with dy, because the other method may be called later with the same dy. A layer without
+parameters may overwrite dy, or return a view of it.
 
 The axes of y and dx may be in any order in memory; for example, `Features` returns a transposed
 view. The last bits of the next matrix product depend on the order of the axes in memory. An array

@@ -131,8 +131,8 @@ class Network:
         """Write the gradients of several batches (pieces) of equal size; return their mean losses.
 
         A piece is a batch with gradients of its own. Inputs, labels and all arrays in `gradients`
-        have one more axis in front, with one index for each piece. The gradients of a piece have
-        the same bits as if `loss_and_gradients` had computed them.
+        have an additional first axis, whose index is the number of the piece. The gradients of a
+        piece have the same bits as if `loss_and_gradients` had computed them.
         """
         inputs, labels = batch
         if inputs.shape[:2] != labels.shape[:2]:
