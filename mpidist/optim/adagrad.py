@@ -27,7 +27,7 @@ def adagrad(lr: Rate, eps: float = 1e-7, weight_decay: float = 0.0) -> Optimizer
     lr : float or callable
         Learning rate, or a schedule ``step -> float``.
     eps : float
-        Added to the square root. It must be larger than 0, even when rounded to the dtype of the
+        Added to the square root; `eps` must be larger than 0, even when rounded to the dtype of the
         parameters.
     weight_decay : float
         L2 penalty, added to the gradient.

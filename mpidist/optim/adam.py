@@ -35,10 +35,11 @@ def adam(
 
     If a gradient has only some rows of a parameter, the other rows do not change, and their two
     means do not decay in this update; t counts all updates. So both means of a row are means of the
-    gradients of this row, even if these are rare. An update of all rows with zero gradients would
-    be different: both means of a row would decay, and updates after the row's gradient would still
-    move the row. In both cases, the first gradient of a row moves the row by `lr` if it comes at t
-    = 1, and by up to ``lr (1 - beta1) / sqrt(1 - beta2)`` if it comes later.
+    gradients of this row, even if the row rarely has a gradient. An update of all rows with zero
+    gradients would be different: both means of a row would decay, and updates after the row's
+    gradient would still move the row. With gradients of some rows or of all rows, the first
+    gradient of a row moves the row by `lr` if it comes at t = 1, and by up to ``lr (1 - beta1) /
+    sqrt(1 - beta2)`` if it comes later.
 
     Parameters
     ----------

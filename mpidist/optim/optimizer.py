@@ -42,7 +42,8 @@ class Optimizer:
 
     `update` may have an attribute ``bind``. ``bind(gradients, state, parameters)`` then returns a
     function of `weight`, which updates the given arrays without looking them up again. ``bind``
-    returns None if this would save no time. Both ways give the same bits.
+    returns None if this would save no time. An update by ``bind`` has the same bits as an update by
+    `update`.
 
     Attributes
     ----------
@@ -90,16 +91,20 @@ class Optimizer:
         return f"<Optimizer {self.name}: {given}{whole}>"
 
     def __reduce__(self):
-        # Its functions are closures. So a parameter server makes the optimizers that workers send
-        # by name and settings; a schedule that is a function of the program has no name.
+        # The functions of an optimizer are closures, which cannot be pickled. So the receiver makes
+        # the optimizer again from its name and settings. The receiver cannot make an optimizer
+        # whose schedule is a function of the user's program, because this function has no name.
         made = _made_again(self.name, self.settings)
         for mine, its in ((self.init, made.init), (self.update, made.update)):
             if getattr(mine, "__code__", None) is not its.__code__:
-                raise TypeError(f"optimizer {self.name} has functions of the program")
+                raise TypeError(
+                    f"optimizer {self.name} has functions of the program, so it cannot be pickled"
+                )
         return _made_again, (self.name, self.settings)
 
     def __deepcopy__(self, memo):
-        # Not by name and settings: its functions may be the program's own.
+        # The copy is not made from name and settings, because the functions may be those of the
+        # user's program.
         names = [one.name for one in fields(self)]
         return replace(self, **{name: deepcopy(getattr(self, name), memo) for name in names})
 

@@ -5,8 +5,8 @@
                 2 . . .                # # #
                 3 # # #
 
-The kernel of the optimizer works on copies of these rows of the parameter and of the state. The
-copies are then written back. The other rows are neither read nor written.
+The kernel of the optimizer works on copies of the rows that have a gradient, of the parameter and
+of the state. The copies are then written back. The other rows are neither read nor written.
 """
 
 from __future__ import annotations
