@@ -30,7 +30,7 @@ def bench_folder(comm, parent: str) -> Iterator[Path]:
 def forget_pages(comm, folder: Path) -> None:
     """Remove all files in `folder` from the page cache of the system. Collective over `comm`.
 
-    The next read of these files then comes from the disk.
+    The next read of a file in `folder` then comes from the disk.
     """
     comm.Barrier()
     if comm.rank == 0 and hasattr(os, "posix_fadvise"):

@@ -31,7 +31,7 @@ def measure(comm, *, nbytes: int, layers: int = 32, rounds: int = 9, **settings)
     order = list(reversed(shapes))
 
     def step(seconds: float) -> float:
-        """Run a backward pass of `seconds` and exchange gradients; return the time of both."""
+        """Simulate a backward pass of `seconds`, exchange gradients; return the time of both."""
         comm.Barrier()
         gradients.begin(1 / comm.size)
         began = time.perf_counter()

@@ -51,7 +51,7 @@ def enter(comm) -> Any:
     hosts = comm.allgather(socket.gethostname())
     host = hosts[0]
     if len(set(hosts)) == 1:
-        # Without this variable gloo looks up the address of its own host, which fails on many
+        # Without GLOO_SOCKET_IFNAME, gloo looks up the address of its own host, which fails on many
         # machines.
         host = "127.0.0.1"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,11 +1,11 @@
 """`mpidist bench servers`: compare workers and servers with plain messages and an allreduce.
 
-In each round of a case, four operations are timed one after the other. The first is a `push_pull`
-under BSP, and the second sends the same bytes and makes the same update in plain mpi4py
-(`raw_exchange`). The third is an allreduce of the gradients over the workers. The fourth is a whole
-step, in which a worker sleeps for its share of the computation and then calls `push_pull`. Sleeping
-ranks need no core, so the result hardly depends on the number of cores. The time of a round is the
-time of its slowest worker.
+In each round of a case, four operations are timed one after the other. The first operation is a
+`push_pull` under BSP, and the second operation sends the same bytes and makes the same update in
+plain mpi4py (`raw_exchange`). The third operation is an allreduce of the gradients over the
+workers. The fourth operation is a whole step, in which a worker sleeps for its share of the
+computation and then calls `push_pull`. Sleeping ranks need no core, so the result hardly depends on
+the number of cores. The time of a round is the time of its slowest worker.
 
 The ideal speed-up of n workers is n, because n workers would be n times as fast as one worker if
 messages took no time.
@@ -133,7 +133,7 @@ def _run(part, n: int, case: Case, rounds: int, share: float) -> np.ndarray | No
                 times.append(_timed(group.barrier, step))
                 if k >= 0:
                     seconds[:, k] = times
-            free(workers)  # its plans
+            free(workers)  # frees the plans of this communicator
     raw_comm.Free()
     return None if client is None else seconds
 
@@ -148,7 +148,7 @@ def _timed(wait: Callable[[], object], call: Callable[[], object]) -> float:
 def _row(nbytes: int, case: Case, seconds: np.ndarray, compute: float) -> dict:
     exchange, raw, summed, step = seconds.max(axis=0)
     median = float(np.median(step))
-    # One worker has nothing to add up.
+    # With one worker there is no allreduce to compare with.
     beside = round(float(np.median(summed / exchange)), 3) if case.workers > 1 else None
     return {
         "bytes": nbytes,
