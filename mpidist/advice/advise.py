@@ -63,8 +63,8 @@ class Site:
 
     def hosts(self) -> list[str]:
         """Return the host of each rank."""
-        # Each rank makes one write, because a launcher may print the writes of different ranks in
-        # any order.
+        # Each rank prints its host by a single write, because a launcher may print the writes of
+        # different ranks in any order.
         program = "import socket, sys; sys.stdout.write(f'<host {socket.gethostname()}>\\n')"
         said = self.output([sys.executable, "-c", program], {})
         return re.findall("<host (.*?)>", said)
