@@ -1,8 +1,8 @@
 """``mpidist grow CONTROL -n K``: continue the job of a running `mpidist launch` with more ranks.
 
-The process of this command does not use MPI. It writes a request into the control folder, and
-returns. `mpidist launch` then starts the program a second time, with K more ranks. When these ranks
-are ready, the ranks of the first program hand the run over to them.
+The process of this command does not use MPI. The command writes a request into the control folder,
+and returns. `mpidist launch` then starts the program a second time, with K more ranks. When these
+ranks are ready, the ranks of the first program hand the run over to them.
 """
 
 from __future__ import annotations

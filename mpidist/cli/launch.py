@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     limits = Limits(
         args.heartbeat, args.start_timeout, args.stall_timeout, args.grace, args.launcher_timeout
     )
-    # A requeued job keeps its id. So it also keeps the history of its failures and preemptions.
+    # A requeued job keeps its id, and so also the history of its failures and preemptions.
     name = os.environ["SLURM_JOB_ID"] if in_slurm else uuid.uuid4().hex[:12]
     job = attempts.LaunchedJob(
         program=tuple(args.program),

@@ -1,7 +1,7 @@
 """``mpidist`` and ``python -m mpidist``: run the wanted command, and turn errors into exit codes.
 
-The module of a command is imported only when the command is used. For this reason, ``mpidist
---help`` and ``mpidist checkpoint show`` work on a login node without MPI.
+The module of a command is imported only when the command is used, so ``mpidist --help`` and
+``mpidist checkpoint show`` work on a login node without MPI.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
     except MpidistError as error:
         if comm.size == 1:
             raise
-        # The exception hook decides which rank prints the error, and ends the job. It prints an
-        # error of mpidist in one line, without a traceback.
+        # The exception hook decides which rank prints the error, and ends the job. The hook prints
+        # an error of mpidist in one line, without a traceback.
         error.everywhere = True
         sys.excepthook(type(error), error, error.__traceback__)
     return 0

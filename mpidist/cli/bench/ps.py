@@ -11,7 +11,7 @@ HELP = "speed-up of SSP and ASP over BSP with uneven steps"
 def add_options(parser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--servers", type=int, default=1, help="ranks that serve (1)")
-    parser.add_argument("--staleness", type=int, default=4, help="steps ahead under SSP (4)")
+    parser.add_argument("--staleness", type=int, default=4, help="steps a worker may be ahead (4)")
     parser.add_argument("--steps", type=int, default=100, help="steps of each worker (100)")
     parser.add_argument("--unit", type=float, default=0.02, help="seconds of a short step (0.02)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random step times (0)")
@@ -23,7 +23,9 @@ def run(comm, args) -> list[dict]:
 
     workers = comm.size - args.servers
     if workers < 2:
-        raise ConfigError(f"{comm.size} ranks with {args.servers} servers leave under 2 workers")
+        raise ConfigError(
+            f"{comm.size} ranks with {args.servers} servers leave fewer than 2 workers; start more"
+        )
     names = ("steps", "unit", "servers", "staleness", "seed")
     rows = measure(comm, **{name: getattr(args, name) for name in names})
     title = (
