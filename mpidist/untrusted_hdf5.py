@@ -50,8 +50,8 @@ _FILTERS = {
     h5py.h5z.FILTER_SZIP: 1 << 14,
     h5py.h5z.FILTER_LZF: 88,
 }
-#: Filters of hdf5plugin. They unpack at most `_PLUGIN` bytes from one stored byte; no smaller bound
-#: is known.
+#: Filters of hdf5plugin, which unpack at most `_PLUGIN` bytes from one stored byte; no smaller
+#: bound is known.
 _PLUGINS = {
     307: "bzip2", 32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd",
     32017: "sz", 32018: "fcidecomp", 32024: "sz3", 32026: "blosc2", 32028: "sperr", 32033: "htj2k",
