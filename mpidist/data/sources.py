@@ -210,3 +210,12 @@ def check_split(kind: str, train, count: int, path) -> int:
             "samples and the others are the test set"
         )
     return train
+
+
+def check_indices(what: str, indices: np.ndarray, count: int) -> None:
+    """Raise ConfigError if an index is not one of the numbers 0 to `count` - 1 of the samples."""
+    wrong = indices[(indices < 0) | (indices >= count)]
+    if len(wrong):
+        raise ConfigError(
+            f"{what}: sample {wrong[0]} of {count}; samples are numbered from 0 to {count - 1}"
+        )

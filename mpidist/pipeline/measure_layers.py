@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import array_module, synchronize
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from .layer_profile import Layer, LayerProfile, chain
 from .stage_plan import check_layers
 
@@ -23,7 +23,11 @@ def measure(model, batch, repeats: int = REPEATS) -> LayerProfile:
 
     Some models make their parameters only when they are used. Of such a model, `measure` makes the
     parameters of one layer at a time, to save memory.
+
+    Raises ConfigError if `repeats` is not an integer of 1 or more.
     """
+    if not isinstance(repeats, int) or repeats < 1:
+        raise ConfigError(f"repeats={shown(repeats)}; expected an integer of 1 or more")
     layers = check_layers(model)
     inputs, labels = batch
     kept = getattr(model, "initial_parameters", None) if "parameters" not in vars(model) else None

@@ -233,7 +233,7 @@ def _same_twice(attempts: Sequence[Attempt]) -> bool:
 
 
 def _cap(attempts: Sequence[Attempt], policy: Policy, wanted: int) -> int:
-    """Return how many ranks to start: fewer if ranks were missing in two attempts in a row (R50).
+    """Return how many ranks to start: fewer if ranks were missing in two attempts in a row.
 
     Without the option --min-ranks, the result is always the number that the user wants.
     """

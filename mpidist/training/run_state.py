@@ -292,7 +292,7 @@ class Progress:
             self.stopping = self.stopping or self.quarantine.full
 
     def _wait_for_data(self, seconds: float) -> None:
-        """Save the state because a data source does not answer (R44).
+        """Save the state because a data source does not answer.
 
         Collective over the workers.
         """

@@ -55,6 +55,9 @@ def test_hdf5_rows(path, cache):
         np.testing.assert_array_equal(inputs, INPUTS[indices])
         np.testing.assert_array_equal(labels, LABELS[indices])
         assert inputs.dtype == np.float32
+    for wrong in (-1, 1000):
+        with pytest.raises(ConfigError, match=f"sample {wrong} of 1000; samples are"):
+            source.take([999, wrong])
     source.close()
     source.close()
 
@@ -179,7 +182,7 @@ def test_hdf5_refuses(tmp_path):
     assert len(list(Path("/dev/fd").iterdir())) == opened, "what is refused is closed"
     with pytest.raises(ConfigError, match="is not an HDF5 file that can be read"):
         data.HDF5(secret, ["inputs"])
-    with pytest.raises(ConfigError, match="index 1000 of 1000"):
+    with pytest.raises(ConfigError, match="sample 1000 of 1000"):
         data.HDF5(tmp_path / "a.h5", ["inputs"]).take([1000])
     closed = data.HDF5(tmp_path / "a.h5", ["inputs"])
     closed.close()

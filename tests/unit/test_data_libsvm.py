@@ -128,6 +128,9 @@ def test_columns_from_one_or_from_zero(read, tmp_path):
         read(zero, zero_based=False).rows([0])
     assert not read(one + bad).zero_based, "of the records that can be read"
     assert read(one, features=5)._bad == {}
+    for wrong in (-2, 2):
+        with pytest.raises(ConfigError, match=f"sample {wrong} of 2; samples are numbered from 0"):
+            read(one).take([0, wrong])
     with pytest.raises(BadRecord, match="column 5 is beyond the 4 features"):
         read(one, features=4).take([0])
     with pytest.raises(ConfigError, match="zero_based is 'one', expected true, false or 'auto'"):

@@ -53,8 +53,10 @@ def test_records_by_number(paths):
     indices = [59, 0, 9, 10, 11, 12, 0]
     assert records.read(indices) == [video(k) for k in indices]
     assert records.read([]) == []
-    with pytest.raises(ConfigError, match="record 60 of 60"):
+    with pytest.raises(ConfigError, match="sample 60 of 60"):
         records.read([60])
+    with pytest.raises(ConfigError, match="sample -1 of 60"):
+        records.lay([59, -1])
     records.close()
     assert records.read([3]) == [video(3)], "files are opened again when they are needed"
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpidist.errors import ConfigError
-from mpidist.pipeline import Layer, chain, read_profile, write_profile
+from mpidist.pipeline import Layer, chain, measure, read_profile, write_profile
 from mpidist.pipeline.layer_profile import parse_profile
 
 COSTS = "forward_compute_time=1.5, backward_compute_time=2.0, activation_size={}, parameter_size=8"
@@ -112,3 +112,9 @@ def test_a_layer_that_readers_would_leave_out_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="node a has the text 'InputNorm'"):
         write_profile(chain([layer, Layer("b", "Dense", 0.1, 0.1, 1, 1)]), tmp_path / "p.txt")
     assert not (tmp_path / "p.txt").exists()
+
+
+@pytest.mark.parametrize("repeats", [0, -1, 1.5])
+def test_a_profile_needs_at_least_one_pass(repeats):
+    with pytest.raises(ConfigError, match=f"repeats={repeats}; expected an integer of 1 or more"):
+        measure(None, None, repeats=repeats)

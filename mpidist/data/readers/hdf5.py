@@ -23,7 +23,7 @@ import numpy as np
 
 from ...errors import BadRecord, ClosedError, ConfigError
 from ..byte_runs import ByteRun, LRUCache, Rooms, RunReader, bytes_of
-from ..sources import Part, Source, check_split
+from ..sources import Part, Source, check_indices, check_split
 
 #: The largest number of bytes of chunks that are cached, because this batch and the next ones need
 #: more rows of the same chunks.
@@ -106,11 +106,7 @@ class HDF5:
     def take(self, indices) -> tuple:
         """Return the samples at `indices`, in the order of `indices`."""
         indices = np.asarray(indices)
-        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
-            raise ConfigError(
-                f"hdf5: index {indices.max()} of {len(self)} samples in {self.name}; samples are "
-                "numbered from 0"
-            )
+        check_indices(f"hdf5: {self.name}", indices, len(self))
         with self._lock:
             if self._raw < 0:  # the descriptor may belong to another file by now
                 raise ClosedError(f"hdf5: {self.name} is closed")

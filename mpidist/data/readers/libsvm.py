@@ -27,7 +27,7 @@ from typing import BinaryIO
 import numpy as np
 
 from ...errors import BadRecord, ConfigError, in_one_line, shown
-from ..sources import Source
+from ..sources import Source, check_indices
 
 #: The largest valid column; and the largest number of columns of a dense sample (4 MiB) if the
 #: argument `features` is not given.
@@ -205,6 +205,8 @@ class LibSVM:
 
     def rows(self, indices) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (starts, columns, values) of the records at `indices`, as compressed rows."""
+        indices = np.asarray(indices, np.int64)
+        check_indices(f"libsvm: {self.name}", indices, len(self))
         for index in indices:
             if int(index) in self._bad:
                 raise BadRecord(int(index), self._bad[int(index)])

@@ -25,6 +25,7 @@ import numpy as np
 
 from ...errors import BadRecord, ConfigError
 from ..byte_runs import OPEN_FILES, ByteRun, LRUCache, RunReader, bytes_of
+from ..sources import check_indices
 from .compression import Compressed, DecompressionCache, is_compressed
 
 _HEAD, _FOOT = 12, 4
@@ -185,10 +186,7 @@ class TFRecords:
         the beginning of `room`.
         """
         indices = np.asarray(indices, np.int64)
-        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
-            raise ConfigError(
-                f"tfrecord: record {indices.max()} of {len(self)}; records are numbered from 0"
-            )
+        check_indices("tfrecord", indices, len(self))
         order = np.argsort(indices, kind="stable")
         rows = indices[order]
         begins, ends = self._begins[rows], self._ends[rows]

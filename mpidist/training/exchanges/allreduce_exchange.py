@@ -2,7 +2,7 @@
 
 Each rank has a replica (a copy) of the whole model, and updates it with the averaged gradients.
 The loss and the request to stop are reduced in the same vector as the gradients. Therefore a step
-needs exactly one reduction inside a node, however many tensors there are (R100), and one reduction
+needs exactly one reduction inside a node, however many tensors there are, and one reduction
 per bucket (a part of the vector) between nodes. The vector contains:
 
     [ dense3.b | dense3.w | ... | conv1.w | loss | stop ]    scaled by local / global samples

@@ -59,7 +59,7 @@ def evaluate(comm, model, data) -> float:
     out.
 
     Each rank predicts its part of the data. The correct samples are counted as integers, so the
-    result is exact and does not depend on the number of ranks (R146).
+    result is exact and does not depend on the number of ranks.
     """
     check_comm(comm)
     source = as_source(data)
