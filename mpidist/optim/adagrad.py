@@ -1,4 +1,4 @@
-"""AdaGrad: the rate of each element falls with the sum of its squared gradients."""
+"""AdaGrad: the learning rate of each element falls with the sum of its squared gradients."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ def adagrad(lr: Rate, eps: float = 1e-7, weight_decay: float = 0.0) -> Optimizer
     the other rows. With `weight_decay`, an update of some rows skips the weight decay of the other
     rows.
 
-    Pitfalls: the steps get shorter and shorter. An update of weight w adds ``w * g * g`` to s, so k
-    updates of weight 1/k with equal gradients make s as large as one update of weight 1.
+    Pitfalls: the steps get shorter and shorter. On an asynchronous parameter server, the gradient
+    of each of k workers is an update of its own, with the weight 1/k. An update of weight w adds
+    ``w * g * g`` to s, so k updates of weight 1/k with equal gradients make s as large as one
+    update of weight 1.
 
     Parameters
     ----------

@@ -28,10 +28,11 @@ from .optimizer import PIECE, Optimizer
 def clip_by_global_norm(gradients: Mapping, max_norm: float) -> float:
     """Scale `gradients` in place to a global norm of `max_norm` if their norm is larger.
 
-    Returns the norm before scaling. With allreduce, call this function after the allreduce. With
-    parameter servers, call this function before the gradients are sent; each worker then clips its
-    own gradients. Gradients whose norm is not finite are not changed, so that the loss shows the
-    problem.
+    The global norm is the square root of the sum of squares over all gradients. Returns the norm
+    before scaling. With allreduce, call this function after the allreduce. With parameter servers,
+    call this function before the gradients are sent; each worker then clips its own gradients.
+    Gradients whose norm is not finite are not changed, so that a NaN or an infinity shows in the
+    loss.
     """
     max_norm = _check(max_norm)
     norm = global_norm(gradients)
@@ -76,7 +77,7 @@ def clipped(optimizer: Optimizer, max_norm: float) -> Optimizer:
 
 
 def global_norm(gradients: Mapping) -> float:
-    """Return the square root of the sum of squares of all `gradients`, in float64."""
+    """Return the square root of the sum of squares over all arrays in `gradients`, in float64."""
     return math.sqrt(math.fsum(_squares(gradient) for gradient in gradients.values()))
 
 

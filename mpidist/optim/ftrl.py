@@ -24,8 +24,9 @@ def ftrl(lr: Rate, beta: float = 1.0, l1: float = 0.0, l2: float = 0.0) -> Optim
     An update of some rows therefore equals, to the last bit, an update of all rows with zero
     gradients for the other rows.
 
-    Pitfalls: an element that begins at 0 stays 0 until its gradients add up to more than `l1`. An
-    update of weight w adds ``w * g * g`` to n, as in `adagrad`.
+    Pitfalls: an element that begins at 0 stays 0 until its gradients add up to more than `l1`. On
+    an asynchronous parameter server, the gradient of each of k workers is an update of its own,
+    with the weight 1/k. An update of weight w adds ``w * g * g`` to n.
 
     Parameters
     ----------

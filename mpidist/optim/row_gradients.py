@@ -55,11 +55,12 @@ def checked_rows(where: str, gradient: tuple, parameter) -> tuple:
 
 
 def row_groups(group: tuple, most: int) -> Iterator[tuple]:
-    """Yield copies of some rows of all arrays in `group`, and write them back after each.
+    """Yield copies of those rows of all arrays in `group` that have a gradient, some at a time.
 
-    `group` is (parameter, (rows, values), state arrays). Each yielded tuple is (parameter, values,
-    state arrays, scratch); the arrays have at most about `most` elements, so that they fit the
-    cache.
+    The caller changes the copies in place; they are then written back to the arrays. `group` is
+    (parameter, (rows, values), state arrays). Each yielded tuple is (parameter, values, state
+    arrays, scratch). Its arrays have at most about `most` elements, so that they fit the cache of
+    the processor; scratch has no values yet.
     """
     parameter, (rows, values), *slots = group
     width = max(1, values[:1].size)

@@ -110,7 +110,10 @@ def as_schedule(lr: Rate) -> Schedule:
 def check_range(
     maker: str, name: str, value: float, high: float = math.inf, kind: str = "a number"
 ) -> float:
-    """Return `value` as a float; raise ConfigError unless 0 <= `value` < `high`."""
+    """Return an argument as a float; raise ConfigError unless 0 <= `value` < `high`.
+
+    The error names the function `maker` and its argument `name`, and says that `kind` is expected.
+    """
     if isinstance(value, bool | np.bool_) or not hasattr(value, "__float__") or np.ndim(value):
         raise ConfigError(f"{maker}: {name} is {value!r}, expected {kind}")
     if not 0 <= float(value) < high:

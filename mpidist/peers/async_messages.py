@@ -46,7 +46,10 @@ class AsyncMessages:
         self._received = np.zeros(comm.size, np.int64)
 
     def average(self, wait: Wait) -> None:
-        """Do the next round, without waiting. `wait` is not used."""
+        """Do the next round without waiting: average with models that have arrived, and send.
+
+        `wait` is not used.
+        """
         self.round += 1
         self._progress()
         if self._newest:
@@ -65,9 +68,9 @@ class AsyncMessages:
             self.sent += 1
 
     def finish(self, wait: Wait) -> None:
-        """Receive all messages that are on the way, and drop them. Collective.
+        """Receive all models that are on the way, and drop them. Collective.
 
-        Called before all ranks get the mean of all models, which replaces the models on the way.
+        Called before all ranks get the mean of all models, which makes models on the way useless.
         """
         expected = np.empty_like(self._counts)
         wait(tester(self.comm.Ialltoall(self._counts, expected)))
@@ -78,7 +81,7 @@ class AsyncMessages:
         self.round = -1
 
     def close(self) -> None:
-        """Cancel the receives that are still posted: no more messages come."""
+        """Cancel the receives that are still posted, because no peer sends any more models."""
         for _, requests in self._receiving.values():
             for request in requests:
                 request.Cancel()

@@ -52,7 +52,7 @@ class MixedArrays:
         self.nbytes = stop
 
     def pack(self, message: np.ndarray, round: int) -> None:
-        """Write the number of a round and all arrays into a message of `nbytes` bytes."""
+        """Write the number of a round and all arrays to `message`, which has `nbytes` bytes."""
         message[:HEAD].view(np.int64)[0] = round
         for array, (start, stop) in zip(self.arrays, self._places, strict=True):
             copy_into(message[start:stop].view(array.dtype), array)
@@ -63,11 +63,11 @@ class MixedArrays:
         return int(message[:HEAD].view(np.int64)[0])
 
     def mix(self, messages: Sequence[tuple[np.ndarray, float]]) -> None:
-        """Replace the arrays by their weighted mean with the arrays in messages.
+        """Replace the arrays by their weighted mean with the arrays of other ranks in `messages`.
 
-        `messages` has pairs (message, ratio), and is added in this order. The weight of a message
-        is `ratio` times the weight of this rank's arrays. The sum of all weights is 1. Arrays of
-        float16 or bfloat16 are rounded once, after all are added.
+        `messages` has pairs (message, ratio). The weight of a message is `ratio` times the weight
+        of this rank's arrays, and the sum of all weights is 1. The messages are added in their
+        order. Arrays of float16 or bfloat16 are rounded once, after all are added.
         """
         own = 1 / (1 + sum(ratio for _, ratio in messages))
         for array, (start, stop) in zip(self.arrays, self._places, strict=True):
@@ -93,7 +93,10 @@ class MixedArrays:
                 start = stop
 
     def distance(self, before: Sequence) -> tuple[float, float]:
-        """Return the squared distance between the arrays and `before`, and their squared norm."""
+        """Return two sums over all elements: of squared differences from `before`, and of squares.
+
+        `before` has arrays of the same shapes.
+        """
         apart = length = 0.0
         for array, other in zip(self.arrays, before, strict=True):
             xp, wide = array_module(array), np.float64
@@ -103,7 +106,10 @@ class MixedArrays:
 
 
 def largest_of_all(comm, arrays: Sequence) -> None:
-    """Set integers, such as counts, to the largest values of all ranks. Collective."""
+    """Set each element of integer arrays, such as counts, to its largest value on all ranks.
+
+    Collective over `comm`; in place.
+    """
     counts: list[Any] = [array for array in arrays if array.dtype.kind in "iu"]
     if counts:
         flat = np.array([int(value) for array in counts for value in array.reshape(-1)], np.int64)
@@ -116,9 +122,10 @@ def largest_of_all(comm, arrays: Sequence) -> None:
 
 
 def average_state(comm, tree: dict) -> None:
-    """Set an optimizer's state (nested dicts) to its mean over all ranks, in place. Collective.
+    """Set an optimizer's state (nested dicts of arrays) to its mean over all ranks, in place.
 
-    An integer, such as a count, is set to the largest value of all ranks instead.
+    An integer, such as a count of updates, is set to its largest value on all ranks instead.
+    Collective over `comm`.
     """
     arrays = nested_arrays(tree)
     MixedArrays(arrays).average(comm)

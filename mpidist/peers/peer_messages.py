@@ -27,16 +27,20 @@ Wait = Callable[[Callable[[], bool]], None]
 
 
 def send_model(comm: MPI.Comm, message: np.ndarray, peer: int, *, matched: bool = False) -> list:
-    """Begin to send a message in pieces.
+    """Begin to send a message with a model to the rank `peer`; return the MPI requests.
 
-    With `matched`, a send is complete only when the peer has begun to receive (MPI_Issend).
+    The message is sent in pieces that are short enough for MPI. With `matched`, a send is complete
+    only when the peer has begun to receive (MPI_Issend).
     """
     call = comm.Issend if matched else comm.Isend
     return [call(piece, peer, _TAG) for piece in message_pieces(message)]
 
 
 def receive_model(comm: MPI.Comm, message: np.ndarray, peer: int) -> list:
-    """Begin to receive a message in pieces. The messages of a peer arrive in the order of sends."""
+    """Begin to receive a message with a model from the rank `peer`; return the MPI requests.
+
+    The messages of a peer arrive in the order in which they were sent.
+    """
     return [comm.Irecv(piece, peer, _TAG) for piece in message_pieces(message)]
 
 
@@ -46,13 +50,13 @@ def message_pieces(message: np.ndarray) -> list[np.ndarray]:
 
 
 class Sending:
-    """A message on its way to some peers."""
+    """A message with a model that this rank is sending to some peers."""
 
     def __init__(self, message: np.ndarray, requests: list, round: int):
         self.message, self.requests, self.round = message, requests, round
 
     def ended(self) -> bool:
-        """Whether MPI no longer reads the message."""
+        """Whether all sends are complete, so that the message may be overwritten."""
         return MPI.Request.Testall(self.requests)
 
 
@@ -82,7 +86,10 @@ class PeerMessages:
         self._free: list[np.ndarray] = []
 
     def average(self, wait: Wait) -> None:
-        """Do the next round; ``wait(test)`` must wait until ``test()`` is true."""
+        """Do the next round: send this rank's model, wait for peers, and average with their models.
+
+        ``wait(test)`` must wait until ``test()`` is true.
+        """
         gate = self.gate
         peers, expected = gate.begin()
         for one in expected:
@@ -100,9 +107,9 @@ class PeerMessages:
         self._mix(gate.take())
 
     def finish(self, wait: Wait) -> None:
-        """Receive all messages that are on the way, and drop them.
+        """Receive all models that are on the way, and drop them.
 
-        Called before all ranks get the mean of all models, which replaces the models on the way.
+        Called before all ranks get the mean of all models, which makes models on the way useless.
         All ranks must have done the same number of rounds.
         """
         wait(lambda: self._progress() and not self._receiving and not self._sending)
@@ -111,7 +118,7 @@ class PeerMessages:
         self.gate.reset()
 
     def close(self) -> None:
-        """Do nothing, because no message is on the way after `finish`."""
+        """Do nothing, because `finish` has received all messages; see `AsyncMessages.close`."""
 
     def _few(self) -> bool:
         newest = self.gate.round - self.gate.bound - 1

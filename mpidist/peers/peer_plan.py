@@ -77,7 +77,7 @@ class PeerPlan:
         return self._received[round % len(self.rounds)][rank]
 
     def weight(self, round: int) -> float:
-        """Return the weight in the average of each model that a rank receives in a round."""
+        """Return the weight that each model received in this round has in the rank's average."""
         return 1 / (1 + max(map(len, self.rounds[round % len(self.rounds)])))
 
     def ratio(self, rank: int, round: int) -> float:
@@ -95,15 +95,15 @@ class PeerPlan:
         return found
 
     def spread(self, rounds: int) -> float:
-        """Return how different the models are after some rounds; 1 at first, 0 if all are equal.
+        """Return how different the models are after some rounds: 1 at first, 0 if all are equal.
 
         The spread is the largest row sum of ``abs(P - 1/p)``, divided by its value before the first
-        round. P is the product of the matrices of the rounds.
+        round. P is the product of the matrices of the rounds, and p is the number of ranks.
         """
         return _spread(self._product(rounds))
 
     def rounds_to(self, spread: float) -> int:
-        """Return the number of rounds after which the spread is at most `spread`."""
+        """Return the number of rounds after which `PeerPlan.spread` is at most `spread`."""
         product = np.eye(self.size)
         for number in range(_MOST_ROUNDS):
             if _spread(product) <= spread:
@@ -138,17 +138,21 @@ def _shifted(size: int, *strides: int) -> Round:
 
 
 def everyone_rounds(size: int) -> list[Round]:
-    """Each rank sends to all others."""
+    """Return one round in which each of `size` ranks sends to all others."""
     return [_shifted(size, *range(1, size))]
 
 
 def ring_rounds(size: int) -> list[Round]:
-    """Each rank sends to its two neighbours."""
+    """Return one round in which each of `size` ranks sends to its two neighbours."""
     return [_shifted(size, 1, -1)]
 
 
 def butterfly_rounds(size: int) -> list[Round]:
-    """In round k, each rank sends to one rank, whose number differs by 2^k."""
+    """Return rounds in which each rank sends to one other rank: in round k at the distance 2^k.
+
+    If `size` is a power of two, the numbers of the two ranks differ in one bit, and they send to
+    each other. Otherwise each rank sends to the rank 2^k ahead.
+    """
     strides = [1 << k for k in range((size - 1).bit_length())]
     if size & (size - 1):
         return [_shifted(size, stride) for stride in strides]
@@ -156,7 +160,10 @@ def butterfly_rounds(size: int) -> list[Round]:
 
 
 def halton_rounds(size: int) -> list[Round]:
-    """Each rank sends p/2, p/4, 3p/4, ... ranks ahead: log2 p numbers of the Halton sequence."""
+    """Return one round in which each rank sends p/2, p/4, 3p/4, ... ranks ahead.
+
+    The fractions are the first log2 p numbers of the Halton sequence of base 2, and p is `size`.
+    """
     return [_shifted(size, *(int(size * halton_number(k + 1)) for k in range(_log2(size))))]
 
 

@@ -28,7 +28,7 @@ class Expected(NamedTuple):
 
 
 class RoundGate:
-    """Decides on one rank when a round may end: which models have arrived, and which are missing.
+    """Decides on one rank when a round of averaging may end, from the models that have arrived.
 
     Attributes
     ----------
@@ -54,12 +54,15 @@ class RoundGate:
         return self.plan.sends(self.rank, self.round), new
 
     def arrive(self, one: Expected) -> None:
-        """Note that a model has arrived."""
+        """Record that the model `one` has arrived."""
         self.missing.remove(one)
         self.arrived.append(one)
 
     def may_finish(self) -> bool:
-        """Whether all models of the rounds up to ``round - bound`` have arrived."""
+        """Whether this rank may end its round and average.
+
+        It may when all models of the rounds up to ``round - bound`` have arrived.
+        """
         return all(one.round > self.round - self.bound for one in self.missing)
 
     def take(self) -> list[Expected]:

@@ -33,12 +33,13 @@ from .wire.wire_pieces import WINDOW, piece_limit
 def host_model(
     group, server: Server | None, taken: Container, asked: Request
 ) -> tuple[ServerLayout, int, NodeShare | None]:
-    """Place one model on the servers of `group`. Collective over the group's `comm`.
+    """Divide one model between the servers of `group`, and give it its initial values.
 
-    Returns the layout, the largest number of bytes of a piece of a message, and the memory that the
-    ranks of this host share. `server` is the `Server` object of this rank, or None if this rank is
-    no server. `taken` has the names of the models that the group already has. Raises the same
-    errors as `ServerGroup.add`.
+    Collective over the group's `comm`. Returns the layout (which server holds what), the largest
+    number of bytes of a piece of a message, and the memory that the ranks of this host share.
+    `server` is the `Server` object of this rank, or None if this rank is no server. `taken` has the
+    names of the models that the group already has, and `asked` has the arguments of
+    `ServerGroup.add`. Raises the same errors as `ServerGroup.add`.
     """
     link, servers, workers = group.link, group.server_ranks, group.worker_ranks
     doing = f"add {shown(asked.name)}"
@@ -153,7 +154,10 @@ def _policies(facts: Mapping) -> dict[str, RowPolicy]:
 
 
 def agree_to_remove(group, server: Server | None, name, taken: Mapping) -> None:
-    """Check that all ranks remove the same model, and that the group has this model. Collective."""
+    """Check that all ranks remove the model `name`, and that the group has it. Collective.
+
+    `taken` has the models of the group by name. Raises an error on all ranks if a check fails.
+    """
     doing, link = f"remove {shown(name)}", group.link
 
     def describe() -> dict[str, str]:

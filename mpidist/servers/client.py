@@ -41,6 +41,8 @@ _BINDS = 8
 class Client:
     """One worker's access to one model on the servers. `ServerGroup.add` makes it.
 
+    A clock is one training step of a worker, which ends with a call of `clock` or `push_pull`.
+
     Attributes
     ----------
     versions : list of int
@@ -136,7 +138,10 @@ class Client:
             self._link.background()
 
     def clock(self) -> None:
-        """Finish this worker's step, without waiting; the next pull waits for slower workers."""
+        """Finish this worker's step, without waiting; the next pull waits for slower workers.
+
+        How long it waits depends on the consistency mode; under ASP it does not wait.
+        """
         self._open()
         with self._ticking:
             self._enter()
@@ -192,15 +197,18 @@ class Client:
         return bound.results()
 
     def begin_at(self, clock: int) -> None:
-        """Let this worker begin at `clock` instead of 0. Call this before all other methods."""
+        """Let this worker begin with the step number `clock` instead of 0.
+
+        Called before all other methods, to go on after a death.
+        """
         self.requests.clock = clock
 
     def repeat_push_pull(
         self, gradients: Mapping, *, out: Mapping, samples: int | None, known: Collection[int]
     ) -> None:
-        """Do `push_pull` again after a death, but push nothing to the servers numbered in `known`.
+        """Do `push_pull` again after a rank has died, without pushing to servers that have it.
 
-        These servers have received the push before the death.
+        `known` has the numbers of these servers, which received the push before the death.
         """
         self._open()
         with self._fused:
@@ -212,9 +220,9 @@ class Client:
     def drop(self, *, unused_for: int) -> int:
         """Free the rows of open tables that no push has named lately; return their number.
 
-        A row is freed if no push has named it in the last `unused_for` clocks that all workers have
-        finished. A pull of its key then gets the initial values again. One worker calls `drop`; the
-        other workers can go on.
+        A row is freed if no push has named it in the last `unused_for` clocks (steps) that all
+        workers have finished. A later pull of its key gets the initial values again. One worker
+        calls `drop`; the other workers can go on.
 
         Raises
         ------
@@ -227,12 +235,15 @@ class Client:
             return ask_to_drop(self, unused_for)
 
     def forget_rows(self) -> None:
-        """Drop the rows in the cache (`cache_rows`), so that the next pull asks the servers."""
+        """Drop the rows that this worker has cached (`cache_rows`); later pulls ask servers."""
         if self._cache is not None:
             self._cache.clear()
 
     def close(self) -> None:
-        """Leave the model, so that other workers no longer wait for this worker. Idempotent."""
+        """Leave the model, so that the other workers no longer wait for this worker in it.
+
+        A second call does nothing.
+        """
         if not self.closed:
             with GroupCall(self._link, f"close of {self.name!r}"):
                 self.leave()
@@ -247,7 +258,7 @@ class Client:
 
     @property
     def finished(self) -> int:
-        """How many clocks this worker has finished, or skipped because it was late."""
+        """How many clocks (steps) this worker has finished, or skipped because it was late."""
         return self.requests.clock
 
     @property
@@ -349,14 +360,18 @@ class Client:
         )
 
     def forget(self) -> None:
-        """Drop this rank's references to shared memory of the model, which was removed."""
+        """Close the client of a removed model, and drop its references to shared memory."""
         self.closed = self.removed = True
         self.requests.share = self._bound = None
 
     def use_layout(
         self, layout: ServerLayout, servers: list[int], piece_bytes: int, share: NodeShare | None
     ) -> None:
-        """Send all further requests to the servers of another layout. Called between two clocks."""
+        """Send further requests to the servers of another layout. Called between two clocks.
+
+        `servers` has the ranks of the servers, `piece_bytes` is the largest size of a piece of a
+        message, and `share` is the memory that this host shares for the model.
+        """
         self.layout, self._servers, before = layout, servers, self.requests
         self._bound = None
         if self._cache is not None:

@@ -83,7 +83,11 @@ class Consistency:
     def gate(
         self, workers: int, server: int = 0, now: Callable[[], float] = time.monotonic
     ) -> ConsistencyGate:
-        """Return a new gate for server number `server`. The gate measures times by ``now()``."""
+        """Return the `ConsistencyGate` that carries out this mode on server number `server`.
+
+        It is a state machine that decides when pushes are applied and pulls answered, for this
+        number of `workers`. It measures times by ``now()``.
+        """
         return ConsistencyGate(self, workers)
 
 
@@ -127,21 +131,30 @@ class SSP(Consistency):
 
 
 class Apply(NamedTuple):
-    """The action to make one update from `pushes`, a list of (worker, push) in worker order."""
+    """The action of a server to make one update from `pushes`.
+
+    `pushes` is a list of (worker, push) in the order of the workers.
+    """
 
     clock: int
     pushes: tuple[tuple[int, Any], ...]
 
 
 class Drop(NamedTuple):
-    """The action to drop `pushes`, a list of (worker, push) of one clock, and to count them."""
+    """The action of a server to leave out `pushes`, a list of (worker, push) of one clock (step).
+
+    The server counts these pushes, but does not apply them.
+    """
 
     clock: int
     pushes: tuple[tuple[int, Any], ...]
 
 
 class Answer(NamedTuple):
-    """The action to answer a pull of `worker`, which is `gap` steps ahead of the slowest worker."""
+    """The action of a server to answer the pull of `worker`.
+
+    The worker is `gap` steps ahead of the slowest worker.
+    """
 
     worker: int
     gap: int
@@ -149,7 +162,7 @@ class Answer(NamedTuple):
 
 
 class Do(NamedTuple):
-    """The action to call `work`, after all earlier updates and answers."""
+    """The action of a server to call the function `work`, after all earlier updates and answers."""
 
     work: Callable[[], None]
 
@@ -160,8 +173,9 @@ Action = Apply | Answer | Drop | Do
 class ConsistencyGate:
     """Decides for one model on one server when pushes are applied and pulls are answered.
 
-    It has the clocks of all workers, and the waiting pushes and pulls. The methods `push`, `tick`,
-    `pull` and `leave` each return the actions that are now allowed, in the order in which the
+    It has the clocks of all workers (how many steps each has finished), and the waiting pushes and
+    pulls. The methods `push`, `tick`, `pull` and `leave` record an event, and each return the
+    actions (`Apply`, `Drop`, `Answer` or `Do`) that are now allowed, in the order in which the
     server carries them out. Updates come before answers, so an answer includes every update that
     the consistency mode guarantees to the worker.
 
@@ -188,42 +202,64 @@ class ConsistencyGate:
         self.settled = True
 
     def begin_at(self, clocks: Sequence[int]) -> None:
-        """Let the workers begin at these clocks. Called before the first event."""
+        """Let each worker begin at its number of finished steps in `clocks`, instead of 0.
+
+        Called before the first event.
+        """
         self.clocks[:] = clocks
 
     def mode_at(self, clock: int) -> Consistency:
-        """Return the mode of a clock. Only a `ChangingGate` has different modes."""
+        """Return the consistency mode of the step `clock`.
+
+        All steps have the same mode, except in the subclass `ChangingGate`.
+        """
         return self.consistency
 
     def changes(self) -> list[tuple[int, Consistency]]:
-        """Return the modes after the first one, each with its first clock; see `ChangingGate`."""
+        """Return the modes after the first one, as pairs (first clock of the mode, mode).
+
+        The list is empty, except in the subclass `ChangingGate`.
+        """
         return []
 
     def note_tick(self, worker: int) -> None:
-        """Measure when `worker` finishes its step, in modes that need this time."""
+        """Measure when `worker` finishes its step; this class does nothing.
+
+        Subclasses of modes that depend on the speed of workers measure the time.
+        """
 
     def note_enter(self, worker: int) -> None:
-        """Measure when `worker` begins its step, in modes that need this time."""
+        """Measure when `worker` begins its step; this class does nothing.
+
+        Subclasses of modes that depend on the speed of workers measure the time.
+        """
 
     def slowest(self) -> int:
-        """Return the smallest clock of the live workers; a huge number when all have left."""
+        """Return the smallest clock (number of finished steps) of the workers that have not left.
+
+        If all workers have left, this is a number above all clocks.
+        """
         if False not in self.live:
             return min(self.clocks, default=sys.maxsize)  # takes half of the time
         return min(itertools.compress(self.clocks, self.live), default=sys.maxsize)
 
     def is_open(self, worker: int) -> bool:
-        """Whether a pull of `worker` in its present step is answered now."""
+        """Whether a pull of `worker` in its present step may be answered now."""
         bound = self.consistency.bound
         return bound is None or self.ahead(worker) <= bound
 
     def ahead(self, worker: int) -> int:
-        """Return how many clocks the live `worker` is ahead of the slowest live worker."""
+        """Return how many steps a live worker is ahead of the slowest live worker.
+
+        A live worker is one that has not left.
+        """
         return self.clocks[worker] - self.slowest()
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return the workers for which the pull of `worker` waits, and how many must go on.
+        """Return (workers for which the pull of `worker` waits, number of them that must go on).
 
-        The pull can be answered only after this number of them has sent another message.
+        The pull can be answered only after this number of these workers have each sent another
+        message.
         """
         bound = self.consistency.bound
         lowest = self.clocks[worker] - (sys.maxsize if bound is None else bound)
@@ -232,9 +268,10 @@ class ConsistencyGate:
         return behind, len(behind)
 
     def push(self, worker: int, item: Any = None, entered: bool = False) -> list[Action]:
-        """Record one push of `worker` in its present step.
+        """Record one push of `worker` in its present step; return the actions that it allows.
 
-        `entered` says whether another server has let the worker enter the step.
+        `item` is the push, which the actions contain. `entered` says whether another server has
+        already answered a pull of the worker in this step.
         """
         clock = self._present(worker, "push")
         if self.pushed[worker] == clock:
@@ -256,25 +293,34 @@ class ConsistencyGate:
         return []
 
     def tick(self, worker: int) -> list[Action]:
-        """Record that `worker` has finished its present step."""
+        """Record that `worker` has finished its present step; return the actions that it allows."""
         self._present(worker, "clock")
         self.clocks[worker] += 1
         return self._released()
 
     def pull(self, worker: int, item: Any = None) -> list[Action]:
-        """Record that `worker` asks for the parameters in its present step."""
+        """Record that `worker` asks for the parameters of its present step.
+
+        `item` is the pull. Returns the actions that it allows.
+        """
         self._present(worker, "pull")
         self.waiting[worker] = item
         return self._answers()
 
     def leave(self, worker: int) -> list[Action]:
-        """Record that `worker` has finished or died; other workers no longer wait for `worker`."""
+        """Record that `worker` has finished training or died; return the actions that this allows.
+
+        The other workers no longer wait for `worker`.
+        """
         self._present(worker, "leave")
         self.live[worker] = False
         return self._released()
 
     def follow(self, decision: Any) -> list[Action]:
-        """Record a decision of the first server, in modes in which it decides for all servers."""
+        """Record a decision that the first server has sent; return the actions that it allows.
+
+        Only in modes in which the first server decides for all servers.
+        """
         raise ProtocolError(f"{self.consistency}: no server decides for the others: {decision}")
 
     def _present(self, worker: int, event: str) -> int:
@@ -315,12 +361,12 @@ class ConsistencyGate:
 
 
 def refused(worker: int, why: str) -> ProtocolError:
-    """Return the error for an event of `worker` that is not allowed."""
+    """Return the error for an event of `worker` that is not allowed for the reason `why`."""
     return ProtocolError(f"worker {worker}: {why}")
 
 
 class Simulation(NamedTuple):
-    """The result of `simulate`.
+    """How long workers wait in a simulated run; the result of `simulate`.
 
     Attributes
     ----------

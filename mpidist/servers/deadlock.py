@@ -28,10 +28,11 @@ _ONE_SIDED = ("broadcast", "reduce", "gather", "scatter")
 def check_stuck(
     context: Context, trail: Trail, ranks: Sequence[int], test: Callable[[], bool]
 ) -> None:
-    """Raise MismatchError if a rank in `ranks` waits for this rank or has left.
+    """Raise MismatchError if a rank in `ranks` has left, or waits for this rank in another call.
 
-    All ranks of the communicator then get this MismatchError, so that no rank waits for ever. If
-    this process did not run for a while, the awaited message may already have arrived, and the
+    This rank waits for a message of `ranks`, and calls this function when it has waited for a
+    while. All ranks of the communicator get the same MismatchError, so that no rank waits for ever.
+    If this process did not run for a while, the awaited message may already have arrived, and the
     other rank may have gone on to its next call. In this case `test()` is true, and no error is
     raised.
     """
@@ -63,7 +64,9 @@ def who_waits(
     barriers: Mapping[int, int],
     models: Sequence[tuple[str, ConsistencyGate]],
 ) -> str:
-    """Return a text about the workers of a server that can never go on; "" if there are none.
+    """Return a text that says which workers of a server can never go on, and for whom they wait.
+
+    Returns "" if there are none.
 
     Parameters
     ----------
@@ -73,7 +76,8 @@ def who_waits(
         The workers that have not left, and the workers that wait in a pause.
     barriers : mapping
         How many barriers each worker has entered.
-    models : sequence of (name, gate)
+    models : sequence of (str, ConsistencyGate)
+        The name of each model, and what decides when its pulls are answered.
     """
     waits: dict[int, tuple[list[int], int]] = {}
     calls: dict[int, str] = {}

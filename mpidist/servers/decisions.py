@@ -22,7 +22,10 @@ from .protocol import DECISION
 
 
 class Decisions:
-    """Sends and receives the decisions of the first server, for all models in such modes.
+    """Sends the decisions of the first server to the other servers, and receives them there.
+
+    In some modes, the server with number 0 decides for all servers which pushes count. A decision
+    is a `modes.backup_workers.Decision` about one model.
 
     Parameters
     ----------
@@ -36,7 +39,10 @@ class Decisions:
         self._first, self._others = self.ranks[0], self.ranks[1:]
 
     def tell(self, model: int, gate: Any) -> None:
-        """On the first server: send the new decisions of a model's gate to the other servers."""
+        """On the first server: send its new decisions about a model to the other servers.
+
+        `model` is the number of the model, and `gate` is the `BackupGate` that has decided.
+        """
         decisions, gate.decisions = gate.decisions, []
         for kind, clock, workers in decisions:
             for rank in self._others:
@@ -45,7 +51,7 @@ class Decisions:
                 self._link.send(words, words.size, rank, DECISION)
 
     def heard(self) -> list[tuple[int, Decision]]:
-        """On the other servers: return the decisions that have arrived, each with its model."""
+        """On the other servers: return the arrived decisions, as (number of a model, decision)."""
         status, comm, tag = MPI.Status(), self._link.comm, self._link.tag + DECISION
         found = []
         while comm.Iprobe(self._first, tag, status):

@@ -46,7 +46,10 @@ _abandoned: set[Link] = set()
 
 
 class GroupCall:
-    """A reusable ``with`` block around a call of the group, for one thread at a time."""
+    """A ``with`` block for a call of a server group, in which only one thread at a time may be.
+
+    If the call fails after its first message, all ranks are notified that the group has failed.
+    """
 
     __slots__ = ("link", "name")
 
@@ -148,7 +151,10 @@ class Link:
     # -- one call at a time ------------------------------------------------------------------
 
     def check_call(self, name: str) -> None:
-        """Raise an error if this thread must not call MPI, or if the group has failed."""
+        """Raise an error if this thread must not call MPI, or if the group has failed.
+
+        `name` is the name of the call, for the error text.
+        """
         if self.one_thread and not MPI.Is_thread_main():
             raise ProtocolError(
                 f"{name}: called in thread {threading.current_thread().name!r}, and MPI was "
@@ -183,9 +189,10 @@ class Link:
     # -- messages ------------------------------------------------------------------------------
 
     def send(self, buffer: np.ndarray, nbytes: int, dest: int, tag: int) -> deque:
-        """Send the first `nbytes` of a buffer, which `reap` later returns to the pool.
+        """Begin to send the first `nbytes` of a buffer of the pool, and return at once.
 
-        Returns the requests that are not complete. `reap` removes completed requests from them.
+        Returns the MPI requests that are not complete. The method `reap` removes requests from them
+        when they complete, and returns the buffer to the pool after the last.
         """
         self.touched = True
         requests: deque[MPI.Request] = deque()
@@ -202,7 +209,7 @@ class Link:
         return requests
 
     def reap(self) -> bool:
-        """Return buffers of completed sends to the pool; return whether all sends are complete."""
+        """Look for completed sends, whose buffers go back to the pool; whether all are complete."""
         if not self._sending:
             return True
         still, status = [], MPI.Status()
@@ -218,7 +225,7 @@ class Link:
         return not still
 
     def tell(self, flags: int, dest: int, tag: int, data: bytes = b"") -> None:
-        """Send a message of a few bytes."""
+        """Send a message of a header and a few bytes; the header's `flags` say what it asks for."""
         total = HEADER_BYTES + len(data)
         buffer = self.pool.take(total)
         Header(flags, total=total).write(buffer)
@@ -226,7 +233,10 @@ class Link:
         self.send(buffer, total, dest, tag)
 
     def receive(self, source: int, tag: int, nbytes: int) -> Incoming:
-        """Begin to receive a message; its first piece (an MPI message) has at most `nbytes`."""
+        """Begin to receive a message, and return it; `Incoming.test` says whether it has arrived.
+
+        Its first piece (an MPI message) has at most `nbytes`.
+        """
         self.touched = True
         return Incoming(self, source, self.tag + tag, nbytes)
 
@@ -246,7 +256,10 @@ class Link:
 
     @contextmanager
     def doing(self, kind: str, peer: int | None = None) -> Iterator[None]:
-        """Record an operation in the log `trail`, as open until the ``with`` block succeeds."""
+        """Context manager that records an operation in the log `trail`.
+
+        The record is marked as unfinished until the ``with`` block ends without an error.
+        """
         operation = self.trail.begin(kind, peer)
         yield
         operation[events.OPEN] = False
@@ -319,7 +332,10 @@ class Link:
 
     @contextmanager
     def serving(self, background: Callable[[], bool]) -> Iterator[None]:
-        """Let every wait in the ``with`` block call this `background` instead of the usual one."""
+        """Let every wait in the ``with`` block call `background` instead of the usual function.
+
+        With the function `nothing`, this rank answers no requests while it waits in the block.
+        """
         usual, self.background = self.background, background
         try:
             yield
@@ -381,10 +397,11 @@ class Link:
     # -- all ranks -----------------------------------------------------------------------------
 
     def run_on_all(self, doing: str, local: Callable[[], Any], decide: Callable | None = None):
-        """Call `agreement.run_on_all.run_on_all`, which then sends its messages through this link.
-        Collective over `comm`.
+        """Run `local` on each rank, and let the ranks agree on the result, over this link.
 
-        After a failure that all ranks have agreed on, the group stays usable and sends no notice.
+        This is `agreement.run_on_all.run_on_all`, which explains the arguments. Collective over
+        `comm`. After a failure that all ranks have agreed on, the group stays usable and sends no
+        notice.
         """
         before = self._exchanges
         try:
@@ -412,9 +429,10 @@ class Link:
 
     @contextmanager
     def pinned(self, *memory) -> Iterator[None]:
-        """Keep requests and buffers while a ``with`` block runs; if it fails, keep them for ever.
+        """Keep the requests and buffers in `memory` alive while a ``with`` block runs.
 
-        MPI may still use the buffers of a communication that was not completed.
+        If the block fails, they are kept for ever, because MPI may still use the buffers of a
+        communication that was not completed.
         """
         self.touched = True
         self._pinned.append(memory)
@@ -423,5 +441,5 @@ class Link:
 
 
 def nothing() -> bool:
-    """Return false; this function is the `Link.background` of a rank that is not a server."""
+    """Return false: the function that waits call on a rank that is not a server."""
     return False

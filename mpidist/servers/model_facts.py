@@ -29,9 +29,10 @@ class KeptModel(NamedTuple):
     """What a living rank keeps of a model after a death, to add the model to a new group.
 
     The model is divided between the new group's servers as by `place_tensors`. `shard` is this
-    server's part, or None on a rank that is no server. `copy` is its copy of another server's part,
-    if servers keep copies. `clocks` has a clock for each worker of the new group. `applied` is used
-    only in modes in which servers hold pushes: all pushes of clocks below `applied` are applied.
+    server's part of the model, or None on a rank that is no server. `copy` is its copy of another
+    server's part, if servers keep copies. `clocks` has the number of finished steps of each worker
+    of the new group. `applied` is used only in modes in which servers hold the pushes of a step
+    until all workers have finished it: the pushes of all steps below `applied` are applied.
     """
 
     shard: Any
@@ -41,7 +42,7 @@ class KeptModel(NamedTuple):
 
 
 class Request(NamedTuple):
-    """The arguments of `ServerGroup.add` on one rank."""
+    """The arguments of `ServerGroup.add`, as this rank has passed them."""
 
     name: str
     model: Mapping
@@ -139,7 +140,10 @@ def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, fl
 
 
 def check_stale(asked: Request) -> None:
-    """Raise ConfigError if a model's policy for stale gradients does not suit its mode."""
+    """Raise ConfigError if a model's policy for stale gradients does not suit its mode.
+
+    In BSP, SSP(0) and with backup workers, only `KeepStale` is allowed.
+    """
     name, stale, mode = asked.name, asked.stale, asked.consistency
     if not isinstance(stale, Stale):
         stale_policy(stale)  # raises an error that says what is expected
@@ -178,7 +182,7 @@ def check_device_name(device, where: str = "") -> None:
 
 
 def check_function(on_pause) -> None:
-    """Raise ConfigError if `on_pause` is neither None nor callable."""
+    """Raise ConfigError if the argument `on_pause` of a server is neither None nor callable."""
     if on_pause is not None and not callable(on_pause):
         raise ConfigError(f"serve: on_pause={shown(on_pause)}; expected a function of the tag")
 

@@ -77,7 +77,7 @@ CHECKED_FROM = 16  # the checksum covers all bytes from this byte on
 
 
 class Header(NamedTuple):
-    """The numbers at the front of every request and every reply."""
+    """The numbers at the front of every request and every answer; each field has a comment."""
 
     flags: int
     model: int = 0
@@ -135,7 +135,11 @@ def read_header(buffer: np.ndarray, nbytes: int, rank: int) -> Header:
 
 
 def largest(headers: Sequence[Header]) -> tuple[int, int, int, int]:
-    """Return the maxima of held_ns, gap, dropped pushes and staleness over some answers."""
+    """Return four maxima over the headers of some answers.
+
+    They are the nanoseconds that a pull waited for slower workers, how many steps the worker is
+    ahead, how many of its pushes were dropped, and the staleness of its newest push.
+    """
     if len(headers) == 1:
         (only,) = headers
         return only.held_ns, only.gap, only.note0, only.staleness
@@ -148,14 +152,22 @@ def largest(headers: Sequence[Header]) -> tuple[int, int, int, int]:
 
 
 def selection_words(selection: Any) -> int:
-    """Return the number in a header for a selection: an array, None for all, PIECES or STREAM."""
+    """Return the number by which a header describes the selection of a push or a pull.
+
+    It is the number of int64 words of an array, ALL for None (all tensors of the server), and the
+    selection itself if that is one of the constants PIECES, STREAM and MEMORY.
+    """
     if isinstance(selection, np.ndarray):
         return selection.size
     return ALL if selection is None else selection
 
 
 def check_piece(got: int, expected: int, rank: int) -> None:
-    """Raise ProtocolError if a piece from `rank` does not have the length in the layout."""
+    """Raise ProtocolError if a piece of a message from `rank` does not have the expected length.
+
+    Both ranks compute the lengths of pieces from the layout of the model. `got` and `expected` are
+    in bytes.
+    """
     if got != expected:
         raise ProtocolError(
             f"parameter server: a piece from rank {rank} has {got} bytes, expected {expected}; all "
@@ -199,7 +211,7 @@ _NO_HEADER = Header(0)
 
 
 class Incoming:
-    """One message that MPI is receiving into a buffer of the pool.
+    """One message that MPI is receiving into a buffer of the link's pool of buffers.
 
     Attributes
     ----------
@@ -221,7 +233,7 @@ class Incoming:
         self._requests = [link.comm.Irecv([first, MPI.BYTE], source, tag)]
 
     def test(self) -> bool:
-        """Whether the whole message has arrived. Makes progress."""
+        """Return whether the whole message has arrived; receive more of it if MPI has it."""
         while self._requests:
             status = MPI.Status()
             if not test_one(self._requests[0], status):

@@ -44,7 +44,9 @@ _LOOK_SECONDS = 0.25
 
 
 class Server:
-    """All models on one server rank. The owner of the object calls `poll` until `done` is true.
+    """Serves all models of a group on one rank.
+
+    The owner of the object calls `poll` again and again until `done` is true.
 
     Parameters
     ----------
@@ -247,7 +249,10 @@ class Server:
         return bool(header.flags & protocol.PUSH)
 
     def begin(self, flags: int, worker: int, header: Header, model: Hosted) -> list:
-        """Check the model and the clock of a message, and record it; return the record."""
+        """Check the model and the clock of a message; record in the log that it is being served.
+
+        `flags` says what the message asks for. Returns the log's record of the message.
+        """
         if model.removed is not None:
             raise ProtocolError(
                 f"parameter server {self.index}: worker {worker} uses model {model.name!r}; do not "
@@ -268,7 +273,10 @@ class Server:
     # -- updates and answers ---------------------------------------------------------------
 
     def run(self, model: Hosted, actions: Sequence[Action]) -> None:
-        """Send a gate's decisions to the other servers, and then carry out its actions."""
+        """Carry out the allowed `actions` (updates and answers) of a model.
+
+        In modes in which the first server decides for all, first send its decisions to the others.
+        """
         if model.gate.decisions:
             self.decisions.tell(self.models.index(model), model.gate)
         if self.copies is not None:
@@ -280,7 +288,7 @@ class Server:
         self._carry_out(model, actions)
 
     def settle(self, name: str, clocks: int) -> None:
-        """Apply the pushes of the first `clocks` clocks that wait for votes; drop later pushes."""
+        """Make the updates of the first `clocks` steps of a model, see `Votes.settle`."""
         number = [model.name for model in self.models].index(name)
         if self.votes is not None:
             self._carry_out(self.models[number], self.votes.settle(number, clocks))
@@ -429,7 +437,7 @@ class Server:
         return {"clocks": clocks}
 
     def facts(self) -> dict:
-        """Return the counts of updates, messages and waits of this server, for the report."""
+        """Return the counts of updates, messages and waits of this server, for a report."""
         return {
             "rank": self.link.comm.rank,
             "server": self.index,

@@ -61,7 +61,7 @@ def parse_init(init) -> tuple[str, float]:
 
 
 def initial(out: np.ndarray, name: str, start: int, init: tuple[str, float], seed: int) -> None:
-    """Fill `out` with the initial values of tensor `name` from element `start` on."""
+    """Fill `out` with the initial values of tensor `name` from its element number `start` on."""
     kind, scale = init
     sampler = KINDS[kind][1]
     if sampler is None:
@@ -97,6 +97,7 @@ def _initial_rows(out: np.ndarray, tensor: Tensor, server: int, init, seed: int)
 class ServerShard:
     """The part of one model that one server holds: its parameters and optimizer state.
 
+    Of each tensor, a server holds at most one piece, which is a range of the flattened tensor.
     `memory` has arrays for the parameters of some tensors: number of the tensor -> array. Other
     ranks of the host may read these arrays.
 
@@ -109,7 +110,7 @@ class ServerShard:
     version : int
         The number of updates so far.
     clock : int
-        The clock of the newest pushes that were applied.
+        The clock (step) of the newest pushes that were applied.
     open : dict of int to OpenTable
         Number of a tensor -> its open table.
     """
@@ -150,21 +151,21 @@ class ServerShard:
         self._sum = BoundGradients({})
 
     def divide_anew(self, layout: ServerLayout) -> None:
-        """Use another layout. Its pieces are already in `parameters` and `state`, with new keys."""
+        """Use another layout, whose arrays the caller has put into `parameters` and `state`."""
         self._place(layout)
         self._memory = {}  # see `use_memory`
         self.parameters = {key: self.parameters[key] for key in self._keys.values()}
         self.use(self.optimizer)
 
     def use_memory(self, memory: Mapping[int, np.ndarray]) -> None:
-        """Keep the parameters of some tensors in other arrays, by number, from now on."""
+        """Move the parameters of some tensors, by number, into the arrays in `memory` for good."""
         for tensor, array in memory.items():
             array[...] = self.parameters[self._keys[tensor]]
             self.parameters[self._keys[tensor]] = array
         self._memory = dict(memory)
 
     def use(self, optimizer) -> None:
-        """Use `optimizer` from now on; its state must have the form of the present state."""
+        """Use `optimizer` from now on. It goes on with the present state, which must fit it."""
         self.optimizer = optimizer
         # If the optimizer has an argument for the weight of an update, the weight is a factor of
         # the learning rate. (Adam needs this, because the size of its step does not depend on the
@@ -176,16 +177,16 @@ class ServerShard:
         self._by_rows = {t for t in self._keys if kind == "exact" or (kind and tensors[t].lazy)}
 
     def key(self, part: ShardPart) -> str:
-        """Return the key of a part's piece in `parameters`."""
+        """Return the key in `parameters` of the array that has the tensor part `part`."""
         return self._keys[part.piece.tensor]
 
     def rows_of(self, part: ShardPart, arrays: Mapping | None = None) -> np.ndarray:
-        """Return the piece of a part as rows, in `parameters` or in `arrays` with the same keys."""
+        """Return the tensor of `part` on this server as 2-D rows, from `parameters` or `arrays`."""
         array = (self.parameters if arrays is None else arrays)[self.key(part)]
         return array.reshape(-1, self.layout.tensors[part.piece.tensor].width)
 
     def values(self, part: ShardPart, arrays: Mapping | None = None) -> np.ndarray:
-        """Return the values of a part: some rows, or the whole piece, which may be cut in a row."""
+        """Return a tensor's values on this server, or some rows, from `parameters` or `arrays`."""
         if part.rows is None:
             return (self.parameters if arrays is None else arrays)[self.key(part)]
         return self.rows_of(part, arrays)[part.local_rows(self.layout)]
@@ -205,12 +206,12 @@ class ServerShard:
                 np.take(array.reshape(-1, width), rows, axis=0, out=view.reshape(-1, width))
 
     def write(self, parts: Sequence[ShardPart], buffer: np.ndarray, offset: int) -> None:
-        """Set the parts of tensors in `parts` to the values in a message."""
+        """Set the parameters listed in `parts` to the values from byte `offset` of a message on."""
         for part, view in views(self.layout, parts, buffer, offset):
             self.parameters[self._keys[part.piece.tensor]][...] = view
 
     def apply(self, pushes: Sequence[tuple[float, Parts]], weight: float = 1.0) -> bool:
-        """Update parameters by `merge` and `update`; return False if all weights are 0."""
+        """Make one update by `merge` and `update`; return False if all shares are 0."""
         merged = self.merge(pushes, weight)
         if merged is not None:
             self.update(*merged)
@@ -251,7 +252,7 @@ class ServerShard:
         return self._sum, weight
 
     def weighed(self, pushes: Sequence, weight: float) -> tuple[Sequence, float]:
-        """Return the pushes with their shares, and the weight to pass to the optimizer.
+        """Return the pushes with their shares, and the weight of the update for the optimizer.
 
         If the optimizer has no argument for a weight, the shares are multiplied by it instead.
         """
@@ -277,7 +278,7 @@ class ServerShard:
     # -- updates piece by piece ------------------------------------------------------------
 
     def key_of(self, tensor: int) -> str:
-        """Return the key of the piece of tensor number `tensor`."""
+        """Return the key in `parameters` of tensor number `tensor`."""
         return self._keys[tensor]
 
     def first(self, tensor: int) -> int:
@@ -291,7 +292,7 @@ class ServerShard:
     def update_part(
         self, gradients: Mapping, state: dict, parameters: dict[str, np.ndarray], weight: float
     ) -> None:
-        """Let the optimizer update parts of arrays, with the same parts of its state."""
+        """Let the optimizer update ranges of arrays and of its state; `version` does not change."""
         extra = {"weight": weight} if self._weighs else {}
         self.optimizer.update(gradients, state, parameters, **extra)
 
@@ -346,7 +347,7 @@ class ServerShard:
         return total.astype(kind.dtype, copy=False)
 
     def export(self) -> dict:
-        """Return parameters and optimizer state as pieces of named tensors, without copying."""
+        """Return parameters and optimizer state, uncopied, in the form of `ServerGroup.shards`."""
         tables = {table.name: table for table in self.open.values()}
         pieces = {
             self._keys[t]: (self.layout.tensors[t].name, self._saved_as(t, start))
@@ -381,7 +382,7 @@ class ServerShard:
         return dealt_to(self.server, shape[0], dealt) if dealt else start
 
     def load(self, saved: Mapping) -> None:
-        """Set parameters, optimizer state and update count from pieces that any servers have saved.
+        """Set parameters, optimizer state and update count from dicts that servers have exported.
 
         Raises
         ------
@@ -427,7 +428,7 @@ def scale(view: np.ndarray, weight: float) -> np.ndarray:
 
 
 def state_leaves(tree: Mapping, path: tuple[str, ...] = ()):
-    """Yield the path and the value of each leaf of an optimizer's state."""
+    """Yield each array or number in an optimizer's state, with its keys in the nested dicts."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from state_leaves(value, (*path, key))

@@ -33,7 +33,10 @@ Actions = list[Action]
 
 
 class Votes:
-    """The votes of one server, for all models whose mode holds pushes.
+    """Lets one server apply a clock only when all servers have its pushes, by votes.
+
+    The models are those whose mode holds pushes until all workers have finished the clock (step):
+    BSP and SSP(0). The docstring of the module explains why servers vote in elastic runs.
 
     Parameters
     ----------
@@ -41,6 +44,8 @@ class Votes:
     others : sequence of int
         Ranks of the other servers.
     copies : ShardCopies, optional
+        This server's copies of another server's parameters. Then this server votes only when it has
+        received the update of the copy, too.
     """
 
     def __init__(self, link: Link, others: Sequence[int], copies: ShardCopies | None = None):
@@ -51,11 +56,15 @@ class Votes:
 
     @property
     def pending(self) -> bool:
-        """Whether updates wait for votes."""
+        """Whether updates wait for the votes of other servers."""
         return any(self._due.values())
 
     def released(self, model: int, actions: Sequence[Action]) -> Actions:
-        """Vote for the clocks that `actions` apply; return the actions to carry out now."""
+        """Vote for the clocks (steps) that the updates in `actions` are for.
+
+        `actions` are the updates and answers that the mode of model number `model` allows. Returns
+        those that need not wait for votes of other servers.
+        """
         # Stored before the first vote is sent. If a death interrupts this call, another server may
         # already have the vote, and then `settle` must find these updates.
         self._due[model] += actions
@@ -76,7 +85,10 @@ class Votes:
         return {model for model, _ in ready}
 
     def listen(self) -> list[tuple[int, Actions]]:
-        """Receive votes; return the actions of each model that may be carried out now."""
+        """Receive votes of other servers.
+
+        Returns pairs (number of a model, its updates and answers that have waited and go on now).
+        """
         status, comm, tag = MPI.Status(), self._link.comm, self._link.tag + VOTE
         heard = self._vote() if self._open else set()
         while comm.Iprobe(MPI.ANY_SOURCE, tag, status):
@@ -88,10 +100,11 @@ class Votes:
         return [(model, self._allowed(model)) for model in sorted(heard)]
 
     def settle(self, model: int, clocks: int) -> Actions:
-        """Return the unapplied updates of the first `clocks` clocks; forget all other updates.
+        """Return the updates of the first `clocks` steps that are not made yet; drop later ones.
 
-        Called after a death. At least one server has applied these clocks, so all servers have
-        voted for them, and have their pushes.
+        Called after a death, with the number of steps that at least one server has applied. A
+        server applies a step only with the votes of all servers, so all servers have the pushes of
+        these steps.
         """
         due = [each for each in self._due.pop(model, ()) if isinstance(each, Apply)]
         return [each for each in due if each.clock < clocks]
@@ -112,9 +125,10 @@ class Votes:
 
 
 def start_votes(server, ranks: Sequence[int], copies: bool) -> None:
-    """Let a server vote with the other servers; with `copies`, let it also keep a copy of a shard.
+    """Let a server vote with the other servers about each step, before it applies the step.
 
-    `server` is None on a rank that is no server. `ranks` has the ranks of all servers.
+    `server` is None on a rank that is no server. `ranks` has the ranks of all servers. With
+    `copies`, let the server also keep a copy of another server's part of each model.
     """
     if server is None or len(ranks) < 2:
         return

@@ -42,14 +42,14 @@ DOING = "repartition"
 
 
 class AskedShares(NamedTuple):
-    """The arguments of `repartition` on a worker."""
+    """The arguments of `ServerGroup.repartition` on a worker."""
 
     servers: Any = None
     weights: Any = None
 
 
 class ModelState(NamedTuple):
-    """The state of one model that a new server needs.
+    """What a rank that becomes a server must know about one model, besides the model's arrays.
 
     `slots` has the kinds of arrays of each tensor, see `moved_arrays`. `ages` has, for each worker,
     how many updates were made since its newest pull. `gate` has the attributes of the first
@@ -67,7 +67,7 @@ class ModelState(NamedTuple):
 
 
 class NewShares(NamedTuple):
-    """The servers and their shares from now on, and the state of each model."""
+    """What all ranks use after a change of shares: the servers, their shares, and model states."""
 
     servers: list[int]
     shares: list[float]
@@ -75,7 +75,10 @@ class NewShares(NamedTuple):
 
 
 class Members(NamedTuple):
-    """The members of a group, as one rank knows them. `server` is None if it is no server."""
+    """What one rank knows of its group: servers, workers, shares, and the models by name.
+
+    `server` is the `Server` of this rank, or None if it is no server.
+    """
 
     link: Link
     server: Server | None
@@ -90,10 +93,11 @@ class Members(NamedTuple):
 
 
 def change_shares(members: Members, given: AskedShares | None) -> Members | None:
-    """Divide the models of a group by new shares. Collective, while the workers are in a pause.
+    """Divide the models of a group anew between the servers. Collective, in a pause of the workers.
 
-    `given` has the arguments on a worker, and is None on a dedicated server. Returns the new
-    `Members`, or None if nothing changes.
+    `members` is what this rank knows of its group. `given` has the arguments of `repartition` on a
+    worker, and is None on a dedicated server. Returns the new `Members`, or None if nothing
+    changes.
     """
     link, server = members.link, members.server
     with link.serving(nothing):
@@ -126,7 +130,11 @@ def tell_clients(
     layouts: Mapping[str, ServerLayout],
     shared: Mapping[str, tuple[NodeShare | None, str]],
 ) -> None:
-    """Let the clients of this rank use the new layouts, and the new shared memory of this host."""
+    """Let the clients of this rank send to the new servers, and use this host's new shared memory.
+
+    By the name of the model, `layouts` says which server now holds what, and `shared` has the
+    memory that the ranks of this host share (or None) and the reason if they share none.
+    """
     for client in members.clients:
         if not client.removed:
             name = client.name
@@ -145,7 +153,7 @@ def _move(
 
 
 def finish_sending(link, models: Sequence[Hosted]) -> None:
-    """Wait until MPI has sent all answers that it reads from the arrays of this server."""
+    """Wait until all answers are sent that MPI reads directly from the models on this server."""
 
     def is_done() -> bool:
         for model in models:
@@ -156,7 +164,10 @@ def finish_sending(link, models: Sequence[Hosted]) -> None:
 
 
 def plan_shares(members: Members, given: AskedShares | None) -> NewShares | None:
-    """Check all arguments and choose new shares; None if nothing changes. Collective."""
+    """Check the arguments of `repartition` on all ranks, and choose the new shares. Collective.
+
+    Returns None if nothing changes.
+    """
     return members.link.run_on_all(
         DOING,
         lambda: _describe(members, given),

@@ -17,10 +17,11 @@ from ..layout.placement import ServerLayout
 
 
 class Common(NamedTuple):
-    """The common elements of two pieces, as an index of each piece's array.
+    """The elements of a tensor that a server holds in the old layout and a server in the new one.
 
-    The index is a slice of a 1-D array. If rows are dealt to the servers in turn, it is an array of
-    row numbers of the result of `table`.
+    `old` and `new` are indices of these elements, in the old server's array and in the new server's
+    array. An index is a slice of a 1-D array. If rows are dealt to the servers in turn, it is an
+    array of row numbers of the result of `table`.
     """
 
     old: Any
@@ -28,17 +29,17 @@ class Common(NamedTuple):
     width: int = 0
 
     def table(self, array: np.ndarray) -> np.ndarray:
-        """Return a piece's array in the shape to which the indices apply."""
+        """Return a server's array of the tensor in the shape to which `old` and `new` apply."""
         return array.reshape(-1, self.width) if self.width else array
 
 
 class TensorMove:
-    """How the pieces of one tensor change from layout `old` to layout `new`.
+    """What of one tensor each server holds in the layout `old`, and what in the layout `new`.
 
     Attributes
     ----------
     old, new : list of Piece or None
-        The piece of each server, or None for a server without a piece.
+        The piece (range of elements) of each server, or None for a server that holds nothing.
     changes : bool
         Whether any server's piece changes.
     """
@@ -50,7 +51,7 @@ class TensorMove:
         self.changes = self.old != self.new or not self._same
 
     def stays(self, server: int) -> bool:
-        """Whether a server's piece has the same elements as before."""
+        """Whether a server holds the same elements of the tensor as before."""
         return self.old[server] == self.new[server] and self._same
 
     def common(self, i: int, j: int) -> Common | None:
@@ -73,9 +74,10 @@ class TensorMove:
 
 
 class Divided:
-    """A layout, with the piece of each tensor on each server, for a number of servers.
+    """A layout, and for each server a dict: number of a tensor -> its piece on this server.
 
-    The number of servers may be larger than in the layout; the additional servers hold nothing.
+    `servers` may be larger than the number of servers in the layout; the additional servers hold
+    nothing.
     """
 
     def __init__(self, layout: ServerLayout, servers: int):

@@ -35,7 +35,10 @@ PULLED = "pulled"
 
 
 def arrays_of(hosted: Hosted) -> dict[int, dict[Slot, np.ndarray]]:
-    """Return the arrays of each tensor of which this server holds a piece.
+    """Return the arrays of a model on this server: number of a tensor -> kind of array -> array.
+
+    The kinds are the parameters, each array of the optimizer's state, and copies of the parameters
+    that workers have pulled.
 
     Raises
     ------
@@ -69,7 +72,9 @@ def move_model(
     layouts: tuple[ServerLayout, ServerLayout],
     slots: Mapping[int, Sequence[tuple[Slot, str]]],
 ) -> None:
-    """Give each server its elements in the new layout. All servers must call this function.
+    """Move the arrays of a model, so that each server gets its elements in the new layout.
+
+    All servers must call this function.
 
     Parameters
     ----------
@@ -81,8 +86,8 @@ def move_model(
     layouts : (ServerLayout, ServerLayout)
         The old and the new layout.
     slots : mapping
-        For each tensor, its slots and their dtypes, in the same order on all servers; the
-        parameters come last.
+        For each tensor, the names and dtypes of its arrays (parameters, and kinds of optimizer
+        state), in the same order on all servers; the parameters come last.
     """
     me = hosted.shard.server
     old, new = (Divided(layout, len(ranks)) for layout in layouts)

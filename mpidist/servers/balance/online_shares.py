@@ -20,7 +20,10 @@ from .server_load import ServerLoad
 
 
 class OnlineShares:
-    """The base class of `ServerGroup` with the calls that change or measure shares."""
+    """The base class of `ServerGroup` with the methods that change or measure the servers' shares.
+
+    A share is the fraction of each model that a server holds.
+    """
 
     comm: Any
     link: Link

@@ -27,14 +27,17 @@ _BUSY = 0.02
 
 
 class BusySince(NamedTuple):
-    """A server's busy seconds and pushes up to the time `seconds`, or between two such times."""
+    """How many seconds a server was busy, and how many pushes it got, up to a time or since one.
+
+    `seconds` is the time of the measurement, or the time between two measurements.
+    """
 
     busy: float = 0.0
     pushes: int = 0
     seconds: float = 0.0
 
     def since(self, before: BusySince) -> BusySince:
-        """Return the differences from an earlier measurement."""
+        """Return the increase of all numbers since the earlier measurement `before`."""
         busy, pushes, seconds = before
         return BusySince(self.busy - busy, self.pushes - pushes, self.seconds - seconds)
 
@@ -75,7 +78,12 @@ class Rebalance:
                 raise ConfigError(f"Rebalance: {name} is {shown(value)}, expected {limits}")
 
     def follow(self, shares: Sequence[float], since: Sequence[BusySince]) -> list[float] | None:
-        """Return the shares that `propose` finds for `since`; None if servers were hardly busy."""
+        """Return new shares from what the servers have measured since the last call, or None.
+
+        None means that a server got no push, that all servers were busy for too little time, or
+        that `propose` changes nothing. `shares` has the present share of each server, and `since`
+        its measurements.
+        """
         if any(not one.pushes for one in since):
             return None
         if all(one.busy < _BUSY * one.seconds for one in since):
@@ -109,7 +117,10 @@ class Rebalance:
 
 
 def rebalance_policy(given) -> Rebalance | None:
-    """Return the policy for None, "auto", a number of steps, a mapping of settings, or a policy."""
+    """Return the setting `rebalance` of a strategy as a `Rebalance`; None if shares never change.
+
+    `given` is None, "auto", a number of steps, a mapping of settings, or a `Rebalance`.
+    """
     if given is None or isinstance(given, Rebalance):
         return given
     if isinstance(given, str) and given == "auto":

@@ -40,7 +40,11 @@ class ServerLoad:
         pushed: Sequence[ShardPart],
         pulled: Sequence[ShardPart],
     ) -> None:
-        """Count a request and the parts that it lists. Pieces in later messages are not counted."""
+        """Count a request of a worker, and the tensors or rows that it pushes and pulls.
+
+        `whole` is all that the server holds of the model. The data of a request may follow in
+        further messages, which are not counted here.
+        """
         self.bytes_in += header.total + whole.nbytes * (header.push_words in (STREAM, MEMORY))
         self.bytes_out += whole.nbytes * (header.pull_words == STREAM)
         self.pushes += bool(header.flags & PUSH)

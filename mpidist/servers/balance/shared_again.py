@@ -18,12 +18,13 @@ def share_again(
     layouts: Mapping[str, ServerLayout],
     piece_bytes: Mapping[str, int],
 ) -> dict[str, tuple[NodeShare | None, str]]:
-    """Move the parameters into new shared memory, where ranks share memory. Collective.
+    """Move the parameters of all models into new memory that the ranks of a host share.
 
-    Called in a pause, when each server already has its parts of the new layouts. The memory of the
-    old layouts is freed when the clients use the new memory.
+    Collective. Called in a pause, when each server already has its parts of the new layouts. The
+    memory of the old layouts is freed when the clients use the new memory.
 
-    Returns, for each model, what the ranks of this host share, or None and the reason.
+    Returns a dict: name of the model -> (the new shared memory of this host, ""). If the ranks of
+    this host share no memory for a model, its entry is (None, the reason as a text).
 
     Parameters
     ----------
@@ -33,7 +34,8 @@ def share_again(
     ranks : (sequence of int, sequence of int)
         The ranks of all servers, and of all workers.
     layouts, piece_bytes : mapping
-        By the names of the models, in the same order on all ranks.
+        For each model by name, its new layout, and the largest size of a piece of a message. The
+        models have the same order on all ranks.
     """
     node = node_ranks(link.context.comm, *ranks)
     found: dict[str, tuple[NodeShare | None, str]] = {}

@@ -13,7 +13,11 @@ from .roles import choose_ranks, ranks_and_shares, ranks_asked
 
 
 class Roles(NamedTuple):
-    """The ranks of servers and workers, the share of each server, and the agreed placement."""
+    """The ranks of servers and workers, the share of each server, and the placement.
+
+    The share of a server is the fraction of each model that it holds. The placement says which
+    servers only serve, see `ServerGroup`.
+    """
 
     servers: list[int]
     workers: list[int]
@@ -22,7 +26,10 @@ class Roles(NamedTuple):
 
 
 def agree_on_roles(comm: MPI.Comm, servers, placement, checksums: bool = False) -> Roles:
-    """Check the arguments of `ServerGroup` and compare them over all ranks. Collective."""
+    """Check the arguments of `ServerGroup`, and return the roles of the ranks. Collective.
+
+    Raises an error on all ranks if the arguments are wrong or differ between ranks.
+    """
 
     def describe() -> dict:
         asked = ranks_asked(servers)

@@ -25,10 +25,10 @@ def needed(
     each other), and the answers that are being sent. With `pulled`, it also counts a copy of the
     parameters for each worker.
 
-    If the server answers each piece of a push immediately, `ahead` has the bytes of a worker's
-    pieces that are on the way, and no whole push is counted. A server needs more memory than this
-    if workers push only some tensors or rows, or call `push` without a pull. A change to another
-    mode may also need more memory.
+    A server may answer each piece of a push as soon as the piece has arrived. Then `ahead` has the
+    bytes of a worker's pieces that are on the way at the same time, and no whole push is counted. A
+    server needs more memory than this if workers push only some tensors or rows, or call `push`
+    without a pull. A change to another mode may also need more memory.
     """
     copies += workers * pulled
     if ahead is not None and ahead < shard:
@@ -39,17 +39,18 @@ def needed(
 
 
 def check_capacity(model: str, servers: list[tuple[int, str, int, int | None]]) -> None:
-    """Raise ConfigError for a model that does not fit into the memory of the servers' hosts.
+    """Raise ConfigError if a model does not fit into the memory of the servers' hosts.
 
     Parameters
     ----------
     model : str
+        The name of the model.
     servers : list of (rank, host, needed bytes, available bytes or None)
 
     Raises
     ------
     ConfigError
-        The servers of one host need more memory than the host has.
+        The servers of one host together need more memory than the host has.
     """
     for host in dict.fromkeys(host for _, host, _, _ in servers):
         here = [entry for entry in servers if entry[1] == host]

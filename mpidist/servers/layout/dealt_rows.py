@@ -30,9 +30,10 @@ Turns = tuple[int, ...]
 
 
 def turns_of(shares: Sequence[float]) -> Turns:
-    """Return a period in which each server has turns in proportion to its share.
+    """Return the turns in which rows are dealt to servers with these shares, as server numbers.
 
-    It is the shortest period that is close to the shares; if none is close, the closest period.
+    The list is repeated for all rows: row i goes to the server ``turns[i % len(turns)]``. It is the
+    shortest list that is close to the shares; if none is close, the closest list.
     """
     total = sum(shares)
     parts = [share / total for share in shares]
@@ -53,14 +54,21 @@ def turns_of(shares: Sequence[float]) -> Turns:
 
 
 def dealt_to(server: int, count: int, turns: Turns) -> np.ndarray:
-    """Return the rows of a table of `count` rows that a server holds, in ascending order."""
+    """Return the numbers of the rows that `server` holds, in ascending order.
+
+    The table has `count` rows, which are dealt to the servers in `turns`.
+    """
     mine = np.flatnonzero(np.array(turns) == server)
     rows = (np.arange(0, count, len(turns))[:, np.newaxis] + mine).reshape(-1)
     return rows[rows < count]
 
 
 def first_rows(count: int, turns: Turns) -> list[int]:
-    """Return the positions in dealt order where the rows of each server begin, and the end."""
+    """Return where the rows of each server begin in dealt order, and at the end `count`.
+
+    In dealt order, all rows of server 0 come first, then those of server 1, and so on. The table
+    has `count` rows, which are dealt to the servers in `turns`.
+    """
     periods, more = divmod(count, len(turns))
     number = max(turns) + 1
     each, last = (
@@ -70,7 +78,11 @@ def first_rows(count: int, turns: Turns) -> list[int]:
 
 
 def dealt_places(rows: np.ndarray, count: int, turns: Turns) -> np.ndarray:
-    """Return the positions of `rows` in the dealt order of a table of `count` rows."""
+    """Return the position of each of `rows` in dealt order.
+
+    In dealt order, all rows of server 0 come first, then those of server 1, and so on. The table
+    has `count` rows, which are dealt to the servers in `turns`.
+    """
     first, each = _turn_places(count, turns)
     periods, place = np.divmod(rows, len(turns))
     return first[place] + periods * each[place]
@@ -88,5 +100,8 @@ def _turn_places(count: int, turns: Turns) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dealt_order(count: int, turns: Turns) -> np.ndarray:
-    """Return the rows of a table in dealt order."""
+    """Return all row numbers of a table in dealt order: first all rows of server 0, and so on.
+
+    The table has `count` rows, which are dealt to the servers in `turns`.
+    """
     return np.argsort(np.resize(np.array(turns), count), kind="stable")

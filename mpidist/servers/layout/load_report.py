@@ -15,7 +15,10 @@ def group_facts(
     shares: Sequence[float],
     layouts: Mapping[str, ServerLayout],
 ) -> dict[str, Any]:
-    """Return the part of `ServerGroup.report` that is equal on all ranks."""
+    """Return a dict with the shares of the servers and the bytes of the models on each server.
+
+    It is the part of `ServerGroup.report` that is equal on all ranks.
+    """
     models = {
         name: {"bytes": layout.bytes_of_all(), "imbalance": layout.imbalance}
         for name, layout in layouts.items()
@@ -29,7 +32,7 @@ def group_text(
     shares: Sequence[float],
     layouts: Mapping[str, ServerLayout],
 ) -> str:
-    """Return one line with roles, shares, and the bytes of each model on each server."""
+    """Return one line with roles, shares, and the bytes of each model, for ``print(group)``."""
     each = ", ".join(
         f"{rank}{'' if rank in workers else ' (only serves)'} {share:.1%}"
         for rank, share in zip(servers, shares, strict=True)

@@ -30,7 +30,10 @@ LARGE = 1 / 32
 
 
 class Piece(NamedTuple):
-    """Elements ``start:stop`` of the flattened tensor with the number `tensor`."""
+    """The part of one tensor that a server holds: elements ``start:stop`` of the flattened tensor.
+
+    `tensor` is the number of the tensor in its model.
+    """
 
     tensor: int
     start: int
@@ -38,9 +41,10 @@ class Piece(NamedTuple):
 
 
 class RowPolicy(NamedTuple):
-    """How a table is updated and divided between servers, see `rows.row_policies`.
+    """How a table is updated and divided between servers, from the arguments of `ServerGroup.add`.
 
-    `open` has the arguments of `OpenRows`, if the table has ``rows="open"``.
+    `rows` and `spread` are the words that `ServerGroup.add` explains. `open` has the arguments of
+    `OpenRows`, if the table has ``rows="open"``.
     """
 
     rows: str = "dense"
@@ -49,12 +53,13 @@ class RowPolicy(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """The name, shape and dtype of one tensor, and whether the tensor is cut only between rows.
+    """The name, shape and dtype of one tensor, and how it is divided and updated.
 
-    `lazy` says whether an update changes only the rows that a push names. `dealt` has the turns in
-    which rows are dealt to the servers, see `dealt_rows`; it is empty if each server has
-    consecutive rows. `open` is the policy of a table whose rows are made when they are needed. The
-    shape of such a table begins with 0, and its piece on server k is ``Piece(tensor, k, k)``.
+    `by_rows` says whether the tensor is cut only between rows. `lazy` says whether an update
+    changes only the rows that a push names. `dealt` has the turns in which rows are dealt to the
+    servers, see `dealt_rows`; it is empty if each server has consecutive rows. `open` is the policy
+    of a table whose rows are made when they are needed. The shape of such a table begins with 0,
+    and its piece on server k is ``Piece(tensor, k, k)``.
     """
 
     name: str
@@ -67,12 +72,12 @@ class Tensor(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """The number of elements of the tensor."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes."""
+        """The number of bytes of the tensor."""
         return self.size * self.dtype.itemsize
 
     @property
@@ -82,9 +87,10 @@ class Tensor(NamedTuple):
 
 
 class ServerLayout(NamedTuple):
-    """The tensors of a model and the pieces that each server holds, in tensor order.
+    """Which part of which tensor of a model each server holds.
 
-    `shares` has the fraction of the bytes that each server should hold.
+    `tensors` has the tensors, and `pieces` has for each server its `Piece` objects, in the order of
+    the tensors. `shares` has the fraction of the bytes that each server should hold.
     """
 
     tensors: tuple[Tensor, ...]
@@ -111,7 +117,7 @@ class ServerLayout(NamedTuple):
         return max(load / (share * total) for load, share in shares if share)
 
     def key(self, piece: Piece) -> str:
-        """Return the name of a piece: the tensor's name, with ``@start`` if the tensor is cut."""
+        """Return the name of a piece: its tensor's name, with ``@start`` if the tensor is cut."""
         tensor = self.tensors[piece.tensor]
         whole = piece.stop - piece.start == tensor.size
         return tensor.name if whole else f"{tensor.name}@{piece.start}"

@@ -14,7 +14,11 @@ _MANY = 1 << 62  # the number of samples must be lower, because a header has 64 
 
 
 def checked_samples(model: str, samples, global_batch: int | None) -> int | None:
-    """Return the samples of a push as an int, or None if none are given and none are needed."""
+    """Return the argument `samples` of a push as an int, or None if it is None.
+
+    Raises ConfigError if it is not a whole number of at least 0, or if it is None but the model
+    `model` has a `global_batch`, which needs it.
+    """
     if samples is None:
         if global_batch is None:
             return None
@@ -32,7 +36,7 @@ def checked_samples(model: str, samples, global_batch: int | None) -> int | None
 
 
 def not_finite(model: str, pushes: Mapping) -> str | None:
-    """Return the text of an error if a gradient has a NaN or an infinity, else None."""
+    """Return the text of an error if a gradient in `pushes` has a NaN or an infinity, else None."""
     wrong = next((name for name, (_, flat) in pushes.items() if not all_finite(flat)), None)
     if wrong is None:
         return None

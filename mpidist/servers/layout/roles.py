@@ -136,9 +136,10 @@ def ranks_and_shares(
 ) -> tuple[list[int], list[int], list[float]]:
     """Return the ranks of the servers and of the workers, and the share of each server.
 
-    The shares may have any sum. `servers` is as `ranks_asked` returns it. ``hosts()`` returns the
-    host of each rank, which is needed for "auto". The shares of "auto" balance the traffic of
-    `workers`, by default of the workers that this function returns. Raises as `choose_ranks`.
+    The share of a server is the fraction of each model that it holds, times any common factor.
+    `servers` is as `ranks_asked` returns it. ``hosts()`` returns the host of each rank, which is
+    needed for "auto". The shares of "auto" balance the traffic of `workers`, by default of the
+    workers that this function returns. Raises as `choose_ranks`.
     """
     if servers == AUTO:
         if workers is None:
@@ -162,11 +163,12 @@ def _ranks_listed(placement) -> list[int]:
 
 
 def balanced_shares(hosts: Sequence[Hashable], workers: Sequence[int]) -> dict[int, float]:
-    """Return the shares of all ranks with which no host must send more bytes than needed.
+    """Return the fractions of a model that ranks serve, so that no host sends more than needed.
 
-    Suppose that n hosts have workers and k hosts only serve. Then BytePS (Jiang et al., OSDI 2020)
-    gives each of the k hosts ``2 (n - 1)`` parts of the model, and each of the n hosts ``n - k``
-    parts. The ranks of a host have equal shares. If n is at most k, only the k hosts serve.
+    The result is a dict of rank to share. Suppose that n hosts have workers and k hosts only serve.
+    Then BytePS (Jiang et al., OSDI 2020) gives each of the k hosts ``2 (n - 1)`` parts of the
+    model, and each of the n hosts ``n - k`` parts. The ranks of a host have equal shares. If n is
+    at most k, only the k hosts serve.
 
     Parameters
     ----------
@@ -187,7 +189,7 @@ def balanced_shares(hosts: Sequence[Hashable], workers: Sequence[int]) -> dict[i
 
 
 def listed_shares(shares, servers) -> dict:
-    """Return the dict of shares, which a job file has as a list of pairs [rank, share]."""
+    """Return a dict of rank to share from a list of pairs [rank, share], as a job file has it."""
     if servers != 1:
         raise ConfigError(f"shares and servers={shown(servers)}: give one of the two")
     try:

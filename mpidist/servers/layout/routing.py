@@ -23,7 +23,11 @@ _SMALL, _KEPT = 64 << 10, 16
 
 
 class ShardPart(NamedTuple):
-    """A whole piece (`rows` is None), or some rows of a piece (`rows` are rows of the tensor)."""
+    """The elements of one tensor that a message has: a whole piece, or some rows of it.
+
+    The piece is what one server holds of the tensor. If `rows` is None, all of it is meant;
+    otherwise `rows` are row numbers of the tensor.
+    """
 
     piece: Piece
     rows: np.ndarray | None = None
@@ -35,12 +39,12 @@ class ShardPart(NamedTuple):
         return len(self.rows) * layout.tensors[self.piece.tensor].width
 
     def local_rows(self, layout: ServerLayout) -> np.ndarray:
-        """Return the part's `rows`, counted from the first row of its piece, not of the tensor."""
+        """Return the part's row numbers, counted from the first row that the server holds."""
         width = max(1, layout.tensors[self.piece.tensor].width)
         return np.asarray(self.rows) - self.piece.start // width
 
     def with_local_rows(self, layout: ServerLayout, rows: np.ndarray) -> ShardPart:
-        """Return the part of this piece with other rows, counted from the piece's first row."""
+        """Return a part with other rows of the same piece, counted from the piece's first row."""
         width = max(1, layout.tensors[self.piece.tensor].width)
         return self._replace(rows=rows + self.piece.start // width)
 
@@ -53,7 +57,7 @@ def whole_parts(layout: ServerLayout, server: int) -> list[ShardPart]:
 def route(
     layout: ServerLayout, server: int, wanted: Mapping[int, np.ndarray | None]
 ) -> list[ShardPart]:
-    """Return the parts of `wanted` that `server` holds.
+    """Return those wanted tensors and rows that `server` holds, as parts for a message.
 
     `wanted` maps the number of a tensor to rows, or to None for all rows.
 
@@ -73,7 +77,7 @@ def route(
 
 
 def owned(layout: ServerLayout, piece: Piece, rows: np.ndarray) -> np.ndarray:
-    """Return a boolean array that says which of `rows` are in `piece`."""
+    """Return a boolean array that says which of `rows` are in `piece`, which one server holds."""
     if layout.tensors[piece.tensor].open is not None:
         return owners(rows, layout.shares) == piece.start
     width = max(1, layout.tensors[piece.tensor].width)
@@ -88,9 +92,10 @@ def has_all(layout: ServerLayout, named: Mapping) -> bool:
 def part_of(
     layout: ServerLayout, part: ShardPart, rows, flat: np.ndarray
 ) -> tuple[np.ndarray, Any]:
-    """Return the values `flat` of some `rows` of a tensor as rows, and the index of `part` in them.
+    """Return the values of a tensor in an array, and the index of what `part` contains of them.
 
-    `rows` is None if `flat` has the whole tensor; then it is returned as a 1-D array.
+    `flat` has the values of `rows` of the tensor, or of the whole tensor if `rows` is None. The
+    returned array is `flat` with one row for each of `rows`, or `flat` itself for a whole tensor.
     """
     if rows is None:
         return flat, slice(part.piece.start, part.piece.stop)
@@ -109,7 +114,10 @@ def encode_parts(parts: Sequence[ShardPart]) -> np.ndarray:
 
 
 def decode_parts(words: np.ndarray, layout: ServerLayout, server: int) -> list[ShardPart]:
-    """Return the parts on `server` that the selection `words` lists; their `rows` are copies.
+    """Return the tensors and rows that a selection lists, as parts of what `server` holds.
+
+    A selection is an array `words` that `encode_parts` has made. The `rows` of the parts are
+    copies.
 
     Raises
     ------
@@ -150,9 +158,10 @@ def views(
 
 
 class WholeParts(list):
-    """The parts of a message with all pieces of one server, in a buffer for several messages.
+    """Pairs (part, gradient) of a message with all tensors of one server.
 
-    `gradients` has the same arrays as a dict, once `ServerShard.merge` has made it.
+    The object is kept with the memory of the message, which later messages use again. `gradients`
+    has the same arrays as a dict, once `ServerShard.merge` has made it.
     """
 
     __slots__ = ("gradients",)
@@ -163,14 +172,14 @@ class WholeParts(list):
 
 
 class WholeShard:
-    """All pieces of one server as parts of a message, whose positions are computed once.
+    """All that one server holds of a model, as parts of a message with known positions.
 
     Attributes
     ----------
     layout : ServerLayout
     parts : list of ShardPart
     nbytes : int
-        The bytes of the data in a message.
+        The bytes of the data in a message with all parts.
     """
 
     def __init__(self, layout: ServerLayout, server: int):
@@ -197,9 +206,10 @@ class WholeShard:
     def kept_views(
         self, buffer: np.ndarray, offset: int
     ) -> list[tuple[ShardPart, np.ndarray]] | WholeParts:
-        """Return `views` of a buffer of a `MessagePool`.
+        """Return what `views` returns for a buffer of a `MessagePool`, from byte `offset` on.
 
-        Views of small buffers are kept, for the next message in the same buffer.
+        The views of small buffers are kept and returned again for the next message in the same
+        buffer.
         """
         memory = buffer.base
         if memory is None or memory.nbytes > _SMALL:

@@ -15,7 +15,7 @@ from .placement import ServerLayout, Tensor
 
 
 class Selection:
-    """The tensor names of one model, and checks of the arguments of its pushes and pulls.
+    """Checks the arguments of a client's pushes and pulls, and converts them for messages.
 
     Attributes
     ----------
@@ -62,7 +62,10 @@ class Selection:
         return rows
 
     def wanted(self, what, out: Mapping | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return a dict of name to rows (None for all), and a dict of name to receiving array."""
+        """Return two dicts for a pull: name -> wanted rows (None for all), and name -> array.
+
+        `what` and `out` are the arguments of `Client.pull`. The arrays receive the values.
+        """
         if out is not None and not isinstance(out, Mapping):
             raise ConfigError(
                 f"pull {self.model!r}: out={shown(out)}; expected a mapping of name to array"
@@ -113,11 +116,13 @@ class Selection:
         return array
 
     def targets(self, wanted: dict, results: dict) -> tuple[dict, Callable[[], None]]:
-        """Return 1-D host arrays to receive into, and a function to call after the data arrived.
+        """Return 1-D host arrays to receive into, and a function that copies them to `results`.
 
-        If the servers have cut a tensor within rows, `wanted` is changed to ask for the whole
-        tensor instead of some rows, because such a tensor has only few, long rows. Row numbers of
-        tables whose rows are dealt to the servers are changed to positions in dealt order.
+        The caller calls the function when the data have arrived. If the servers have cut a tensor
+        within rows, `wanted` is changed to ask for the whole tensor instead of some rows, because
+        such a tensor has only few, long rows. If the rows of a table are dealt to the servers in
+        turn, its row numbers in `wanted` are changed to positions in dealt order (first all rows of
+        server 0, and so on).
         """
         flat: dict[str, np.ndarray] = {}
         copies: list[tuple[Any, Any, Any]] = []
@@ -148,7 +153,10 @@ class Selection:
         return flat, finish
 
     def split(self, gradients: Mapping) -> dict[str, tuple[Any, np.ndarray]]:
-        """Return a dict of name to (rows or None, 1-D host gradient of the tensor's dtype)."""
+        """Return the gradients of a push, as a dict: name -> (rows or None, 1-D host array).
+
+        Each array has the dtype of its tensor. None means that the gradient is of all rows.
+        """
         if not isinstance(gradients, Mapping):
             raise ConfigError(
                 f"push {self.model!r}: gradients={shown(gradients)}; expected a mapping of name "

@@ -50,7 +50,7 @@ def decode_mode(text: bytes) -> Consistency:
 
 
 class Asked:
-    """A change in one clock: its message, and the workers that have requested it."""
+    """A change of the mode or the optimizer in one clock, and which workers have requested it."""
 
     def __init__(self, text: bytes):
         self.text, self.workers = text, set[int]()
@@ -59,12 +59,15 @@ class Asked:
 
 
 class AgreedChanges:
-    """The changes of one model on one server, and which workers have requested each change.
+    """Checks on one server that all workers of a model request the same changes in the same clock.
+
+    A change is another consistency mode or another optimizer; a clock is a step of a worker.
 
     Parameters
     ----------
     hosted : Hosted
-        The model. Its ``change_mode(mode, clock)`` is called when the first worker requests it.
+        The model. Its ``change_mode(mode, clock)`` is called when the first worker requests
+        another mode.
     """
 
     def __init__(self, hosted: Any):
@@ -76,9 +79,10 @@ class AgreedChanges:
         return bool(self._asked)
 
     def hear(self, worker: int, text: bytes, ranks: Sequence[int]) -> None:
-        """Record that `worker` requests a change in its present clock.
+        """Record that `worker` requests a change of mode or optimizer in its present clock (step).
 
-        `ranks` are the ranks of all workers, for error texts.
+        `text` is the message with the change. `ranks` are the ranks of all workers, for error
+        texts.
         """
         gate, what = self._hosted.gate, json.loads(text)["of"]
         clock = gate.clocks[worker]
@@ -102,7 +106,10 @@ class AgreedChanges:
         asked.workers.add(worker)
 
     def due(self) -> list[Action]:
-        """Return the changes of the optimizer that all living workers have now requested."""
+        """Return the actions that change the optimizer as every worker has requested by now.
+
+        Workers that have left the model are not waited for.
+        """
         live = {worker for worker, lives in enumerate(self._hosted.gate.live) if lives}
         in_order = (self._asked[key] for key in sorted(self._asked))
         due = [one for one in in_order if one.is_due and one.workers >= live]
@@ -115,7 +122,10 @@ class AgreedChanges:
         self._optimizer = text
 
     def facts(self) -> dict[str, Any]:
-        """Return all changes so far, for a server that begins to serve the model; see `go_on`."""
+        """Return all changes of mode and optimizer so far, as plain values.
+
+        A server that begins to serve the model during training passes them to `go_on`.
+        """
         asked = [
             (*key, one.text, sorted(one.workers), one.is_due) for key, one in self._asked.items()
         ]
@@ -123,7 +133,10 @@ class AgreedChanges:
         return {"asked": asked, "modes": modes, "optimizer": self._optimizer}
 
     def go_on(self, facts: Mapping[str, Any]) -> None:
-        """Make the changes that another server has made (its `facts`); this server is new."""
+        """Make the changes that the model has had before this server began to serve it.
+
+        `facts` is the result of the method `facts` on a server that has served the model before.
+        """
         for clock, text in facts["modes"]:
             self._hosted.change_mode(decode_mode(text), clock)
         if facts["optimizer"]:
@@ -133,7 +146,11 @@ class AgreedChanges:
             asked.workers, asked.is_due = set(workers), is_due
 
     def check_tick(self, worker: int, clock: int, ranks: Sequence[int]) -> None:
-        """Raise ProtocolError if `worker` ends `clock` without a change that others requested."""
+        """Check that `worker`, which finishes the step `clock`, has requested this step's changes.
+
+        Raises ProtocolError if another worker has requested a change in this step, and `worker` has
+        not requested it. `ranks` are the ranks of all workers, for the error text.
+        """
         for (at, _), asked in self._asked.items():
             if at == clock and worker not in asked.workers:
                 raise self._missing(worker, asked, clock, ranks)

@@ -90,14 +90,20 @@ class BackupWorkers(Consistency):
     def gate(
         self, workers: int, server: int = 0, now: Callable[[], float] = time.monotonic
     ) -> ConsistencyGate:
-        """Return the gate of server number `server`: the first server decides, others follow."""
+        """Return the state machine that carries out this mode on server number `server`.
+
+        On server 0 it is a `BackupGate`, which decides which pushes count. On the other servers it
+        is a `FollowingGate`, which obeys the decisions of server 0.
+        """
         return FollowingGate(self, workers) if server else BackupGate(self, workers)
 
 
 class Decision(NamedTuple):
-    """A decision of the first server: its `kind` is CLOSE, ENTER or END, for the round `clock`.
+    """A decision of the first server about one round (step), which it sends to the other servers.
 
-    A CLOSE has the workers whose pushes are applied. An ENTER has the worker that begins the round.
+    A decision has one of three kinds. CLOSE: the round `clock` is done, and the pushes of the
+    workers in the decision make its update. ENTER: the worker in the decision begins the round
+    `clock`. END: no worker is left that could close a round.
     """
 
     kind: int
@@ -106,7 +112,11 @@ class Decision(NamedTuple):
 
 
 class BackupGate(ConsistencyGate):
-    """The gate of `BackupWorkers` on the first server.
+    """Decides on the first server when a step is done, and which pushes count, in `BackupWorkers`.
+
+    All servers must use the pushes of the same workers. So the server with number 0 decides for all
+    servers, and sends its decisions to the others, which have a `FollowingGate`. A step is also
+    called a round.
 
     Attributes
     ----------
@@ -202,7 +212,11 @@ class BackupGate(ConsistencyGate):
 
 
 class FollowingGate(BackupGate):
-    """The gate of `BackupWorkers` on the other servers: it follows the first server's decisions."""
+    """Applies pushes and answers pulls on the other servers as the first server has decided.
+
+    All servers except the first one use a `FollowingGate` under `BackupWorkers`. It decides
+    nothing; it gets each `Decision` of the first server by `follow`.
+    """
 
     def __init__(self, consistency: BackupWorkers, workers: int):
         super().__init__(consistency, workers)
@@ -214,7 +228,7 @@ class FollowingGate(BackupGate):
         return [], 0
 
     def follow(self, decision: Decision) -> list[Action]:
-        """Record a decision of the first server."""
+        """Record a decision of the first server; return the updates and answers that it allows."""
         self._script.append(decision)
         return self._moved()
 

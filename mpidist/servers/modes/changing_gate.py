@@ -29,12 +29,15 @@ from ..consistency import Action, Answer, Consistency, ConsistencyGate
 
 
 class ChangingGate(ConsistencyGate):
-    """A gate that continues from the state of another gate, and whose mode may change.
+    """Decides when pushes are applied and pulls answered, if a model's consistency mode changes.
+
+    A model begins with the `ConsistencyGate` of its first mode. At the first change, a
+    `ChangingGate` takes the place of that gate.
 
     Parameters
     ----------
     gate : ConsistencyGate
-        The gate of the mode so far. This gate takes over its clocks, pushes and pulls.
+        The gate of the mode so far. The `ChangingGate` takes over its clocks, pushes and pulls.
     server : int
         The number of the server.
     now : callable
@@ -50,7 +53,10 @@ class ChangingGate(ConsistencyGate):
         self._share(gate, self)
 
     def change(self, consistency: Consistency, clock: int) -> None:
-        """Use another mode from `clock` on. Later calls must have larger clocks."""
+        """Use the mode `consistency` from `clock` (step) on.
+
+        Calls must be in the order of their clocks.
+        """
         gate = consistency.gate(len(self.clocks), self._server, self._now)
         self._share(self, gate)
         self._starts.append(clock)
@@ -68,11 +74,11 @@ class ChangingGate(ConsistencyGate):
         return self._gates[bisect_right(self._starts, clock) - 1]
 
     def mode_at(self, clock: int) -> Consistency:
-        """Return the mode of a clock."""
+        """Return the consistency mode of a clock (step)."""
         return self._gate(clock).consistency
 
     def changes(self) -> list[tuple[int, Consistency]]:
-        """Return the modes after the first one, each with its first clock."""
+        """Return the modes after the first one, as pairs (first clock of the mode, mode)."""
         modes = (gate.consistency for gate in self._gates)
         return list(zip(self._starts, modes, strict=True))[1:]
 
@@ -86,9 +92,10 @@ class ChangingGate(ConsistencyGate):
         return clock > 0 and self.mode_at(clock - 1).holds and self.ahead(worker) > 0
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return the workers for which the pull of `worker` waits, and how many must go on.
+        """Return (workers for which the pull of `worker` waits, number of them that must go on).
 
-        The pull can be answered only after this number of them has sent another message.
+        The pull can be answered only after this number of these workers have each sent another
+        message.
         """
         if not self._has_held(worker):
             return self._gate(self.clocks[worker]).blockers(worker)

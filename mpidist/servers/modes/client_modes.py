@@ -22,14 +22,15 @@ from .stale_gradients import check_momentum
 
 
 class ClientModes:
-    """The consistency mode of each clock of one worker.
+    """Remembers for one worker which consistency mode each of its clocks (steps) has.
 
     Parameters
     ----------
     asked : Request
         The arguments with which the model was added.
     votes : bool
-        Whether the servers vote, as in elastic runs, where the mode cannot change.
+        Whether servers agree by votes before they apply a step, as in elastic runs, where the mode
+        cannot change.
 
     Attributes
     ----------
@@ -61,25 +62,28 @@ class ClientModes:
 
     @property
     def newest(self) -> Consistency:
-        """The mode that was set last. It may begin only with the next clock."""
+        """The mode that was set last. It may be that it begins only with the next clock (step)."""
         return self._modes[-1]
 
     def at(self, clock: int) -> Consistency:
-        """Return the mode of a clock of this worker."""
+        """Return the consistency mode of a clock (step) of this worker."""
         if clock >= self._starts[-1]:
             return self._modes[-1]
         return self._modes[bisect_right(self._starts, clock) - 1]
 
     def asks_all(self, clock: int) -> bool:
-        """Whether a worker begins this clock only when every server has let it in."""
+        """Whether a worker begins the step `clock` only when every server has answered its pull."""
         return self._votes or self.at(clock).asks_all
 
     def streams(self, clock: int) -> bool:
-        """Whether servers may answer a push of this clock piece by piece."""
+        """Whether servers may answer a push of the step `clock` piece by piece."""
         return self._streams and self.at(clock).streams
 
     def clip_norm(self, clock: int) -> float | None:
-        """Return the norm to which this worker clips its push of a clock; None if servers clip."""
+        """Return the norm to which this worker clips its gradients in the step `clock`.
+
+        Returns None if the servers clip the gradients, or if gradients are not clipped.
+        """
         return None if self.at(clock).merges else self._asked.clip_norm
 
     def checked(self, mode: Any, clock: int) -> bytes:
@@ -107,7 +111,10 @@ class ClientModes:
         return text
 
     def set(self, mode: Consistency, clock: int) -> None:
-        """Use a mode from the clock after `clock` on. Called after the message to the servers."""
+        """Use `mode` from the clock (step) after `clock` on.
+
+        Called after the message with the new mode was sent to the servers.
+        """
         self._starts.append(clock + 1)
         self._modes.append(mode)
 
@@ -125,7 +132,10 @@ class ClientModes:
         return encode_optimizer(name, layout, optimizer)
 
     def set_optimizer(self, optimizer: Any, clock: int) -> None:
-        """Record that the optimizer changes in `clock`. Called after the message to the servers."""
+        """Record that the optimizer changes in the step `clock`.
+
+        Called after the message with the new optimizer was sent to the servers.
+        """
         self._changed = clock
         self._streams = self._pieces and has_the_same_bits(optimizer)
         # Outside BSP, servers use the old optimizer until the last worker has changed it.

@@ -29,7 +29,9 @@ from ..shards import ServerShard
 def check_device(asked: Request, group: Any, serves: bool, grows: bool) -> None:
     """Raise ConfigError if this rank cannot update a model on the requested device.
 
-    `serves` says whether this rank is a server, and `grows` says whether the model has open tables.
+    `asked` has the arguments of `ServerGroup.add`, with the device in `server_device`. `serves`
+    says whether this rank is a server, and `grows` says whether the model has open tables, which
+    cannot be updated on a GPU.
     """
     name, device = asked.name, asked.server_device
     check_device_name(device, f"model {name!r}: ")
@@ -80,12 +82,19 @@ class DeviceShard(ServerShard):
         self.version += 1
 
     def write(self, parts, buffer: np.ndarray, offset: int) -> None:
-        """Set the pieces of tensors that `parts` lists to the values in a message."""
+        """Set parameters to the values in a message.
+
+        `parts` lists the parameters, and their values begin at byte `offset` of the message
+        `buffer`.
+        """
         super().write(parts, buffer, offset)
         self._send_all()
 
     def export(self) -> dict:
-        """Return parameters and optimizer state as pieces of named tensors; the state is a copy."""
+        """Return this server's parameters and optimizer state, as `ServerShard.export` does.
+
+        The optimizer state is a copy on the host, so writing into it changes nothing.
+        """
         state, self.state = self.state, _on_host(self.state)
         try:
             return super().export()
@@ -93,7 +102,7 @@ class DeviceShard(ServerShard):
             self.state = state
 
     def load(self, saved: Mapping) -> None:
-        """Set parameters, optimizer state and update count, as `ServerShard.load` does."""
+        """Set parameters, optimizer state and update count from a result of `export`."""
         state, host = self.state, _on_host(self.state)
         self.state = host
         try:

@@ -95,12 +95,16 @@ class DSSP(Consistency):
     def gate(
         self, workers: int, server: int = 0, now: Callable[[], float] = time.monotonic
     ) -> ConsistencyGate:
-        """Return the gate of server number `server`: only the first server changes the bound."""
+        """Return the state machine that carries out this mode on server number `server`.
+
+        On server 0 it is a `DynamicGate`, which changes the bound. The other servers use SSP with
+        the constant bound `high`.
+        """
         return ConsistencyGate(self, workers) if server else DynamicGate(self, workers, now)
 
 
 class Rule(Protocol):
-    """Decides whether a worker that is more than `low` and at most `high` steps ahead goes on."""
+    """Decides under `DSSP` whether a worker goes on if it is `low` to `high` steps ahead."""
 
     def may_pass(self, gate: DynamicGate, worker: int) -> bool:
         """Return whether the waiting pull of `worker` may be answered.
@@ -110,12 +114,16 @@ class Rule(Protocol):
 
 
 class DynamicGate(ConsistencyGate):
-    """The gate of `DSSP` on the first server: it measures the workers, and applies the rule.
+    """Measures the workers under `DSSP` on the first server, and decides who may go on.
+
+    Only the server with number 0 uses the rule of `DSSP`, because a worker begins a step only when
+    all servers have let it. The other servers use the bound `high`.
 
     Attributes
     ----------
     work : list of deque of float
-        The last work times of each worker, in seconds: from the answer of its pull to its tick.
+        The last work times of each worker, in seconds: from the answer of its pull to its tick (the
+        message that ends its step).
     ticks : list of deque of float
         When the two newest steps of each worker were finished.
     """
@@ -137,7 +145,7 @@ class DynamicGate(ConsistencyGate):
         return ahead <= self.high and self._rule.may_pass(self, worker)
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return the slowest workers, and that one of them must go on.
+        """Return (the slowest workers, 1): `worker` waits until one of the slowest workers goes on.
 
         The rule looks only at the slowest workers. So if one of them goes on, the pull may be
         answered although other workers are more than `low` steps behind.
@@ -174,13 +182,19 @@ class DynamicGate(ConsistencyGate):
 
 
 class MedianRule:
-    """A worker goes on if the slowest worker is usually as fast; see the module's docstring."""
+    """The rule "median" of `DSSP`: a worker goes on if the slowest worker is usually as fast.
+
+    The docstring of the module has the exact condition.
+    """
 
     def __init__(self, workers: int):
         pass
 
     def may_pass(self, gate: DynamicGate, worker: int) -> bool:
-        """Compare work times; a worker that has done only a few steps does not count as slow."""
+        """Whether the slowest worker's usual work time is at most twice that of `worker`.
+
+        A slowest worker that has done only a few steps counts as fast enough.
+        """
         import statistics  # not at the top: it imports decimals and fractions
 
         mine = gate.work[worker] or (0.0,)
@@ -193,14 +207,19 @@ class MedianRule:
 
 
 class PaperRule:
-    """The rule of Zhao et al., which grants steps to the fastest worker; see the module."""
+    """The rule "paper" of `DSSP`, by Zhao et al., which grants further steps to the fastest worker.
+
+    The server predicts the times of the next pushes of the fastest and of the slowest worker. It
+    grants the number of steps after which a push of the fastest worker is closest in time to a push
+    of the slowest.
+    """
 
     def __init__(self, workers: int):
         self.granted = [0] * workers
         self._refused = [-1] * workers  # the clock in which a worker was refused
 
     def may_pass(self, gate: DynamicGate, worker: int) -> bool:
-        """Use one of the granted steps, or grant steps if `worker` is the fastest worker."""
+        """Whether `worker` has a granted step left, or is the fastest and is granted steps now."""
         clock = gate.clocks[worker]
         if self._refused[worker] == clock:
             return False  # the worker waits until it is at most `low` steps ahead

@@ -35,7 +35,7 @@ _PIECE = 1 << 16
 def check_clip_norm(name: str, clip_norm: Any, elastic: bool) -> None:
     """Raise ConfigError if `clip_norm` is not a number above 0, or if the run is `elastic`.
 
-    None is always allowed.
+    None, which means no clipping, is always allowed. `name` is the name of the model.
     """
     if clip_norm is None:
         return
@@ -57,7 +57,10 @@ def squares(arrays: Iterable[np.ndarray]) -> float:
 
 
 def factor(total: float, clip_norm: float) -> float:
-    """Return the factor that clips a gradient with this sum of squares; 1 if not finite."""
+    """Return the factor that reduces gradients to the norm `clip_norm`; 1 if their norm is smaller.
+
+    `total` is the sum of the squares of all gradients. The factor is 1 if `total` is not finite.
+    """
     norm = math.sqrt(total) if math.isfinite(total) else 0.0
     return clip_norm / norm if norm > clip_norm else 1.0
 
@@ -73,7 +76,10 @@ def clipped_push(pushes: dict[str, tuple], clip_norm: float | None) -> dict[str,
 
 
 class GlobalNorms:
-    """The sums of squares on one server, for all its models with a `clip_norm`.
+    """Clips gradients on one server by the norm over all servers, for its models with `clip_norm`.
+
+    A server has only a part of each gradient. So the servers send each other the sum of the squares
+    of their parts before they make an update.
 
     Parameters
     ----------
@@ -89,11 +95,15 @@ class GlobalNorms:
 
     @property
     def pending(self) -> bool:
-        """Whether updates wait for the sums of other servers."""
+        """Whether updates wait for the sums of squares of other servers."""
         return any(self._due.values())
 
     def released(self, number: int, actions: Sequence[Action]) -> list[Action]:
-        """Send the sums for the updates in `actions`; return the actions to carry out now."""
+        """Send this server's sums of squares for the updates that are in `actions`.
+
+        `actions` are the updates and answers that the consistency mode of model `number` allows.
+        Returns those that need not wait for sums of other servers.
+        """
         model, link = self._server.models[number], self._server.link
         for action in actions:
             self._due[number].append(action)
@@ -112,7 +122,10 @@ class GlobalNorms:
         return self._allowed(number)
 
     def listen(self) -> list[tuple[int, list[Action]]]:
-        """Receive sums; return the actions of each model that may be carried out now."""
+        """Receive sums of squares of other servers.
+
+        Returns pairs (number of a model, its updates and answers that have waited and go on now).
+        """
         if not self.pending:
             return []
         link, status, heard = self._server.link, MPI.Status(), set()

@@ -1,4 +1,4 @@
-"""One model on one server: its shard, the clocks of the workers, and how it makes updates."""
+"""One model on one server: the server's part of it, the steps of the workers, and its updates."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from .stale_gradients import beta_of, update_corrected
 
 
 class Push(NamedTuple):
-    """A push that the server has not applied yet, with the buffer of the push's message.
+    """The gradients of a push that the server has received but not applied yet.
 
-    If `buffer` is None, the push is in shared memory of its worker. `parts` are the parts of the
-    message, or the `PushStream` that receives them.
+    `buffer` is the memory of the message, or None if the gradients are in memory that this server
+    shares with the worker. `parts` lists the tensors or rows of the push with their gradients; for
+    a push in pieces it is the `PushStream` that receives the pieces.
     """
 
     buffer: np.ndarray | None
@@ -40,7 +41,7 @@ class Push(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """A pull that the server has not answered yet."""
+    """A request of a worker for parameters that the server has not answered yet."""
 
     parts: Sequence[ShardPart]
     since: int  # when the pull arrived, in monotonic nanoseconds
@@ -52,7 +53,7 @@ class Pull(NamedTuple):
 
 
 class Hosted:
-    """One model on this server: its shard, the finished steps of each worker, and counters."""
+    """One model on this server: the part that the server holds, the workers' steps, and counts."""
 
     def __init__(
         self,
@@ -79,12 +80,19 @@ class Hosted:
         self.removed: dict | None = None  # the counts of a model that was removed
 
     def use_layout(self, piece_bytes: int) -> None:
-        """Update the attributes that depend on the layout of the shard."""
+        """Update the attributes that depend on which tensors this server holds.
+
+        `piece_bytes` is the largest size of a piece of a message.
+        """
         self.whole = WholeShard(self.shard.layout, self.shard.server)
         self.due = DueActions(self.shard, piece_bytes)
 
     def parts_of(self, message: np.ndarray, at: int, words: int) -> tuple[list[ShardPart], int]:
-        """Return the tensor parts that a message lists from byte `at` on, and the list's end."""
+        """Return the tensors or rows that a message lists, and the byte at which the list ends.
+
+        The list begins at byte `at` of `message` and has `words` int64 numbers. A negative number
+        of words means all tensors that this server holds (see `protocol.ALL`).
+        """
         if words in (ALL, PIECES):
             return self.whole.parts, at
         if words == MEMORY:
@@ -100,9 +108,10 @@ class Hosted:
     ) -> PushStream:
         """Return a push whose gradients follow in pieces, or lie in the worker's memory.
 
-        The gate learns of the push as soon as its first message arrives. Under BSP, where gradients
-        may follow in pieces, the server answers no worker and updates nothing until all workers
-        have sent their first messages.
+        `message` is the first message of the push, with the header `header`. The model's gate (see
+        `ConsistencyGate`) learns of the push at once. Under BSP, where gradients may follow in
+        pieces, the server answers no worker and updates nothing until all workers have sent their
+        first messages.
         """
         mode, shared = self.gate.mode_at(header.clock), header.push_words == MEMORY
         if header.flags != PUSH | CLOCK | PULL or not (shared or mode.streams):
@@ -116,10 +125,11 @@ class Hosted:
         return self.due.read(link, worker, rank, self.whole, words.view(np.int64).tolist())
 
     def use_shards(self, shard: ServerShard, copy: ServerShard | None, piece_bytes: int) -> None:
-        """Replace the shard and the copy by others, after a change of shares in an elastic run.
+        """Replace this server's part of the model, after a change of shares in an elastic run.
 
-        The age of a worker's newest pull, in updates, is the same as before the change. The copies
-        of pulled values (`DelayCompensated`) become the present values.
+        `shard` is the new part of this server. `copy` is its new copy of another server's part, or
+        None without copies. The age of a worker's newest pull, in updates, is the same as before
+        the change. The copies of pulled values (`DelayCompensated`) become the present values.
         """
         ages = [self.shard.version - seen for seen in self.pulled]
         self.shard, self.copy = shard, copy
@@ -131,11 +141,14 @@ class Hosted:
                 self._copies.keep(worker, self.whole.parts)
 
     def kept(self) -> list[dict[str, np.ndarray]]:
-        """Return for each worker a copy of its pulled parameters; [] if no copies are kept."""
+        """Return a copy of the parameters that each worker has pulled last, one dict per worker.
+
+        Returns an empty list unless the model uses `DelayCompensated`, which needs these copies.
+        """
         return [] if self._copies is None else self._copies.kept
 
     def weight(self, push: Push) -> float:
-        """Return the weight of a push that is an update by itself: a factor of the update."""
+        """Return the factor of the learning rate for a push that is an update by itself."""
         if self.table is not None:
             return float(push.samples != 0)
         if self.global_batch is None:
@@ -143,7 +156,7 @@ class Hosted:
         return push.samples / self.global_batch
 
     def apply(self, action: Apply, ranks: Sequence[int]) -> None:
-        """Make one update of the parameters, and count how stale the gradients were.
+        """Make the update `action` of the parameters, and count how stale its gradients were.
 
         `ranks` are the ranks of the workers.
         """
@@ -170,12 +183,17 @@ class Hosted:
                 self.record.drop(worker, ranks[worker], f"{self.stale}, {age} updates old")
 
     def drop(self, action: Drop, ranks: Sequence[int]) -> None:
-        """Count pushes that came too late for their clock."""
+        """Count the pushes in `action`, which came too late for their step and are not applied."""
         for worker, _ in action.pushes:
             self.record.drop(worker, ranks[worker], f"late, {self.gate.consistency}")
 
     def answer_fields(self, worker: int, pull: Pull, gap: int, held: int, total: int) -> tuple:
-        """Return the fields of the header of an answer of `total` bytes."""
+        """Return the fields of the header of an answer to the pull of `worker`.
+
+        `gap` is how many steps the worker is ahead of the slowest one, `held` is how many
+        nanoseconds the pull has waited for slower workers, and `total` is the size of the answer in
+        bytes.
+        """
         record = self.record
         return (
             PULL, 0, self.gate.clocks[worker], total, 0, 0, -1, self.shard.version, gap, held,
@@ -183,13 +201,19 @@ class Hosted:
         )  # fmt: skip
 
     def keep(self, worker: int, parts: Sequence[ShardPart]) -> None:
-        """Record which parameters `worker` pulls now."""
+        """Record the model's version that `worker` pulls now.
+
+        With `DelayCompensated`, also copy the pulled parameters, which `parts` lists.
+        """
         self.pulled[worker] = self.shard.version
         if self._copies is not None:
             self._copies.keep(worker, parts)
 
     def load(self, saved: Mapping) -> None:
-        """Load the shard. Ages of pushes start at 0, because the number of updates changes."""
+        """Set this server's part of the model to `saved`, see `ServerShard.load`.
+
+        The number of updates changes, so the ages of pushes start at 0 again.
+        """
         self.shard.load(saved)
         self.pulled = [self.shard.version] * len(self.pulled)
 
@@ -204,7 +228,7 @@ class Hosted:
             )
 
     def shares(self, action: Apply) -> list[tuple[float, Any]]:
-        """Return (share in the mean, parts) of each push."""
+        """Return for each push of the update `action` (its weight in the mean, its gradients)."""
         if self.table is not None:
             return [(float(push.samples != 0), push.parts) for _, push in action.pushes]
         if len(action.pushes) == 1:  # faster than the code below, which takes 2 us
@@ -216,7 +240,7 @@ class Hosted:
         return [(samples / total, parts) for samples, parts in counted]
 
     def weighed(self, action: Apply) -> tuple[list[tuple[float, Any]], float]:
-        """Return the shares and the parts of the pushes of an update, and its weight."""
+        """Return the pushes of the update `action`, as `shares` does, and the update's weight."""
         if self.gate.mode_at(action.clock).merges:
             return self.shares(action), 1.0
         ((_, push),) = action.pushes
@@ -224,7 +248,10 @@ class Hosted:
         return [(1.0, push.parts)], self.weight(push) * factor
 
     def merge(self, action: Apply) -> tuple[dict, float] | None:
-        """Return the gradients of one update and their weight, as `ServerShard.merge` does."""
+        """Return the merged gradients of the update `action`, and the update's weight.
+
+        Returns None if the weights of all pushes are 0; see `ServerShard.merge`.
+        """
         if self.table is not None and self.table.assigns:
             return newest_values(self.shard, self.shares(action))
         if self.gate.mode_at(action.clock).merges:
@@ -237,15 +264,15 @@ class Hosted:
         return self.shard.merge([(1.0, push.parts)], self.weight(push) * factor)
 
     def change_mode(self, mode: Consistency, clock: int) -> None:
-        """Use another consistency mode from `clock` on."""
+        """Use the consistency mode `mode` from the step `clock` on."""
         if not isinstance(self.gate, ChangingGate):
             self.gate = ChangingGate(self.gate, self.shard.server)
         self.gate.change(mode, clock)
 
     def remove(self) -> None:
-        """Free the model's memory, but keep its counts for the report.
+        """Free the model's memory on this server, but keep its counts for the report.
 
-        A new model may have the same name.
+        A new model may have the same name as the removed one.
         """
         self.removed = self.facts()
         self.name = f"{self.name} (removed)"

@@ -18,7 +18,7 @@ ModePolicy = Callable[[int], Consistency | None]
 
 @dataclass(frozen=True)
 class ModeSteps:
-    """The policy for a list of pairs (first step, mode), in the order of the steps."""
+    """A policy for `md.train`, made of pairs (step, consistency mode that begins with the step)."""
 
     pairs: tuple[tuple[int, Consistency], ...] = ()
 
@@ -29,10 +29,11 @@ class ModeSteps:
 
 
 def mode_policy(given, first: Consistency) -> ModePolicy | None:
-    """Return the policy that the setting `changes` describes.
+    """Return the function of the step that chooses the mode, from the setting `changes`.
 
-    `first` is the mode of the first step of a run. Raises ConfigError if the mode cannot be changed
-    in this way.
+    `given` is a mapping of step to consistency mode, such as ``{1000: md.ASP()}``, a list of such
+    pairs, a function, or None for no changes; then None is returned. `first` is the mode of the
+    first step of a run. Raises ConfigError if training cannot change between these modes.
     """
     if given is None:
         return None

@@ -11,7 +11,9 @@ from ..link import GroupCall, Link, nothing
 
 
 class ModelChanges:
-    """Decides on one rank of a group whether models may be added or removed now.
+    """Decides on one rank of a group whether models may be added or removed at this moment.
+
+    They may be added before the first client is used, and in pauses (see `ServerGroup.pause`).
 
     Parameters
     ----------
@@ -26,13 +28,13 @@ class ModelChanges:
         self._quiet: int | None = None  # how many messages this rank had sent when a pause began
 
     def number(self) -> int:
-        """Return the number of a new model. Numbers of removed models are not used again."""
+        """Return the number by which messages name a new model. No number is used twice."""
         self._added += 1
         return self._added - 1
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Context manager on a worker: in its block, the worker waits until all are in a pause."""
+        """Context manager in which a worker waits until all workers are in `ServerGroup.pause`."""
         server = self.server
         if server is not None:
             server.in_own_pause = True
@@ -42,14 +44,15 @@ class ModelChanges:
         self._quiet = self._link.counters.messages_sent
 
     def resumed(self) -> None:
-        """Note that the servers serve again, so models may change only in another pause."""
+        """Record that the servers serve again, so models may change only in another pause."""
         self._quiet = -1
 
     @contextmanager
     def changing(self, doing: str, clients: Sequence[Any]) -> Iterator[None]:
-        """Context manager to add or remove a model. This rank answers no requests in its block.
+        """Context manager for adding or removing a model: this rank answers no requests in it.
 
-        `clients` are the clients of this worker. Raises ProtocolError if models may not change now.
+        `doing` names the call for error texts. `clients` are the clients of this worker. Raises
+        ProtocolError if models may not be added or removed at this moment.
         """
         link, call = self._link, doing.split()[0]
         # Other ranks need no notice of this error. If a server is in `add`, too, it receives an

@@ -17,7 +17,11 @@ from ..shards import ServerShard, state_leaves
 
 
 def change_optimizer(shard: ServerShard, text: bytes) -> None:
-    """Let a shard use the optimizer of a message; if its kind is the same, the state stays."""
+    """Let a server use the optimizer that the message `text` contains, for its part of a model.
+
+    If the new optimizer has the same kind as the present one, the optimizer's state stays;
+    otherwise it begins anew.
+    """
     optimizer = decode_optimizer(text)
     if _kind(optimizer) != _kind(shard.optimizer):
         shard.state = shard.fresh_state(optimizer)
@@ -32,10 +36,10 @@ def _kind(optimizer: Any) -> tuple:
 
 
 def encode_optimizer(model: str, layout: ServerLayout, optimizer: Any) -> bytes:
-    """Return the message that changes the optimizer, or raise ConfigError if it is not possible.
+    """Return the message by which workers change the optimizer of a model during training.
 
-    The message contains a pickled copy, because the program of a dedicated server has no such
-    object.
+    The message contains a pickled copy of the optimizer, because the program of a dedicated server
+    has no such object. Raises ConfigError if the optimizer cannot be used or sent.
     """
     check_server_optimizer(model, optimizer)
     lazy = [tensor.name for tensor in layout.tensors if tensor.lazy]
@@ -80,7 +84,7 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 
 def agreed_part(text: bytes) -> dict[str, Any]:
-    """Return the part of a message that must be equal for all workers.
+    """Return those contents of a message with an optimizer that must be equal for all workers.
 
     Pickled bytes, and texts that may contain addresses of memory, are left out.
     """
@@ -91,9 +95,10 @@ def agreed_part(text: bytes) -> dict[str, Any]:
 
 
 def decode_optimizer(text: str | bytes) -> Any:
-    """Return the optimizer of a message of a worker of this job; nothing is unpickled from a file.
+    """Return the optimizer in a message that a worker of this job has made by `encode_optimizer`.
 
-    Raises ProtocolError if this rank cannot make it.
+    The message contains a pickle, so it must come from a worker of this job, never from a file.
+    Raises ProtocolError if this rank cannot make the optimizer.
     """
     found = json.loads(text)
     try:

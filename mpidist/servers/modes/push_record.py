@@ -18,7 +18,7 @@ DROPPED_IN_A_ROW = 20
 
 
 class PushRecord:
-    """The counts of one model on one server, for each worker.
+    """Counts, for one model on one server, what happened to the pushes of each worker.
 
     Attributes
     ----------
@@ -29,7 +29,8 @@ class PushRecord:
     applied, dropped : list of int
         How many pushes of each worker were applied, and how many were dropped.
     weight : list of float
-        The sum of the factors by which a policy has scaled the pushes of each worker.
+        The sum, over each worker's pushes, of the factors by which a policy for stale gradients has
+        scaled them.
     """
 
     def __init__(self, model: str, workers: int, server: int = 0):
@@ -42,7 +43,11 @@ class PushRecord:
         self._in_a_row = [0] * workers
 
     def note(self, worker: int, age: int, factor: float = 1.0) -> None:
-        """Count a push of `worker` that was applied."""
+        """Count a push of `worker` that was applied.
+
+        `age` is its staleness in updates, and `factor` is what a policy for stale gradients has
+        multiplied its weight by.
+        """
         self.newest[worker] = age
         self.staleness[age] += 1
         self.applied[worker] += 1
@@ -50,7 +55,10 @@ class PushRecord:
         self._in_a_row[worker] = 0
 
     def drop(self, worker: int, rank: int, why: str) -> None:
-        """Count a dropped push of `worker`; warn once if all its newest pushes were dropped."""
+        """Count a dropped push of `worker`; warn once if many pushes in a row were dropped.
+
+        `rank` and `why` are the worker's rank and the reason, for the warning.
+        """
         self.dropped[worker] += 1
         self._in_a_row[worker] += 1
         if not self._warns[worker] or self._in_a_row[worker] < DROPPED_IN_A_ROW:
@@ -80,17 +88,20 @@ class PushRecord:
 
 
 class PulledCopies:
-    """The parameters of a shard that each worker has pulled, which `DelayCompensated` needs.
+    """Copies of the parameters that each worker has pulled from one server, for `DelayCompensated`.
 
     Parameters
     ----------
     shard : ServerShard
+        The server's part of the model.
     workers : int
+        The number of workers.
 
     Attributes
     ----------
     kept : list of dict
-        For each worker, a dict of the key of a piece to the values that the worker has pulled.
+        For each worker, a dict from the name of each array in `shard` to the values that the worker
+        has pulled.
     """
 
     def __init__(self, shard: ServerShard, workers: int):
@@ -108,7 +119,10 @@ class PulledCopies:
                 shard.rows_of(part, copies)[part.local_rows(shard.layout)] = shard.values(part)
 
     def correct(self, worker: int, parts: Parts, policy: Stale) -> None:
-        """Correct the gradients of a push in place, if the worker has pulled before."""
+        """Correct a push's gradients in place by `policy`, if `worker` has pulled before.
+
+        `parts` are the gradients of the push.
+        """
         copies = self.kept[worker]
         for part, gradient in parts:
             if self._shard.key(part) in copies:

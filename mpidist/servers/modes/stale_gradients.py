@@ -52,15 +52,26 @@ class Stale:
     corrects: ClassVar[bool] = False
 
     def factor(self, age: int, samples: int, global_batch: int | None) -> float:
-        """Return the factor of a push's weight; 0 drops the push. `samples` is -1 if not given."""
+        """Return the factor of the weight of a push that is `age` updates old; 0 drops the push.
+
+        `samples` is the number of samples of the push, or -1 if the worker gave no number.
+        """
         return 1.0
 
     def corrected(self, age: int, beta: float) -> tuple[float, float]:
-        """Return two factors of a gradient: for the update, and for its part of the velocity."""
+        """Return two factors of a gradient of this age.
+
+        The first factor is for the update of the parameters, and the second for what the gradient
+        adds to the velocity of momentum with the decay `beta`.
+        """
         return 1.0, 1.0
 
     def compensated(self, gradient: np.ndarray, now: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """Return the gradient to apply, from the present (`now`) and the pulled parameters."""
+        """Return the gradient to apply in place of `gradient`, which is of old parameters.
+
+        `now` are the present parameters, and `before` are the parameters that the worker had
+        pulled.
+        """
         return gradient
 
 
@@ -102,7 +113,7 @@ class DropStale(Stale):
             _checked_number("DropStale: keep_if_samples", self.keep_if_samples, 0.0)
 
     def factor(self, age: int, samples: int, global_batch: int | None) -> float:
-        """Return 0 for a push that is dropped, else 1."""
+        """Return 0 for a push that is dropped because of its age, else 1."""
         if age <= self.beyond:
             return 1.0
         enough = self.keep_if_samples
@@ -140,7 +151,7 @@ class ScaleStale(Stale):
         _checked_number("ScaleStale: half_life", self.half_life, 0.0)
 
     def factor(self, age: int, samples: int, global_batch: int | None) -> float:
-        """Return the factor of the weight; it is never 0."""
+        """Return the factor of the weight of a push that is `age` updates old; it is never 0."""
         return max(2.0 ** (-age / self.half_life), 1e-9)
 
 
@@ -222,16 +233,21 @@ class MomentumCorrected(Stale):
             )
 
     def corrected(self, age: int, beta: float) -> tuple[float, float]:
-        """Return two factors of a gradient: for the update, and for its part of the velocity."""
+        """Return two factors of a gradient of this age.
+
+        The first factor is for the update of the parameters, and the second for what the gradient
+        adds to the velocity of momentum with the decay `beta`.
+        """
         kept = beta**age
         missed = beta * (1 - kept) / (1 - beta) if self.catch_up else 0.0
         return 1.0 + missed, kept
 
 
 def check_momentum(model: str, stale: Stale, optimizer, elsewhere: bool = False) -> None:
-    """Raise ConfigError if a policy corrects the momentum of an optimizer without momentum.
+    """Raise ConfigError if the policy `stale` needs momentum, but the optimizer has none.
 
-    `elsewhere` says whether the velocity is also on another server, or on a device.
+    `MomentumCorrected` also needs the velocity in host memory of one server. `elsewhere` says
+    whether the velocity is on another server, too, or on a device; then the policy is refused.
     """
     if not stale.corrects:
         return
@@ -272,7 +288,10 @@ STALE: dict[str, Callable[..., Stale]] = {
 
 
 def stale_policy(given) -> Stale:
-    """Return the policy for an argument: None, a name, a mapping with ``name``, or a policy."""
+    """Return the policy for stale gradients that a setting describes.
+
+    `given` is None, a name, a mapping with the key ``name``, or a policy.
+    """
     if given is None:
         return KeepStale()
     if isinstance(given, str):
@@ -292,10 +311,11 @@ def stale_policy(given) -> Stale:
 def update_corrected(
     shard: Any, gradients: Mapping[str, Any], weight: float, factors: tuple[float, float]
 ) -> None:
-    """Update a shard as `MomentumCorrected` says, with two factors of the gradients.
+    """Update a server's part of a model as `MomentumCorrected` says.
 
     The `factors` are those of `MomentumCorrected.corrected`: the first is for the update, and the
-    second for what the gradients add to the velocity.
+    second for what the gradients add to the velocity. `weight` is the weight of the update, a
+    factor of the learning rate.
     """
     factor, kept = factors
     rows = {key: g if isinstance(g, tuple) else (None, g) for key, g in gradients.items()}

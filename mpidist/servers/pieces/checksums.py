@@ -28,7 +28,7 @@ _WITH_HEADER = (TO_SERVER, TO_WORKER, VALUES, COPY)
 
 
 class Checksums:
-    """The checksums of the messages of one rank.
+    """Computes and compares the checksums of the messages that one rank sends and receives.
 
     Parameters
     ----------
@@ -41,14 +41,14 @@ class Checksums:
         self._link, self._workers, self._servers = link, workers, servers
 
     def before_send(self, buffer: np.ndarray, nbytes: int, dest: int, tag: int) -> None:
-        """Write the checksum of a message into its header, or send the checksum of a piece."""
+        """Write the checksum of a message into its header; of a piece, send it before the piece."""
         if tag in _WITH_HEADER:
             self.seal(buffer, nbytes)
         elif tag == PIECE_UP:
             self.send_sum(buffer[:nbytes], dest, tag)
 
     def seal(self, buffer: np.ndarray, nbytes: int) -> None:
-        """Write the checksum of a message into its header."""
+        """Write the checksum of a message of `nbytes` bytes into its header."""
         _SUM.pack_into(buffer.data, _AT, _crc32(buffer[CHECKED_FROM:nbytes]))
 
     def send_sum(self, memory: np.ndarray, dest: int, tag: int) -> None:
@@ -58,7 +58,7 @@ class Checksums:
         self._link.send(words, 8, dest, tag + SUMS)
 
     def check(self, buffer: np.ndarray, header: Any, source: int, tag: int) -> None:
-        """Raise ProtocolError if a message has changed on the way.
+        """Raise ProtocolError if a message from rank `source` has changed on the way.
 
         `tag` is the message's MPI tag, which contains the first tag of the group.
         """
@@ -76,7 +76,10 @@ class Checksums:
     def check_piece(
         self, memory: np.ndarray, words: np.ndarray, source: int, tag: int, model: str
     ) -> None:
-        """Raise ProtocolError if a piece has changed on the way; `words` has its checksum."""
+        """Raise ProtocolError if a piece in `memory` has changed on the way from rank `source`.
+
+        `words` has the checksum that was sent before the piece. `model` is the name of the model.
+        """
         given, found = int(words.view(np.int64)[0]), _crc32(memory)
         if found != given:
             kind = tag - self._link.tag

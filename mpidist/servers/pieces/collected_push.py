@@ -24,7 +24,9 @@ from .piece_transfers import PieceReceives
 
 
 class CollectedPush:
-    """A push whose pieces are arriving. It has the same attributes and methods as an `Incoming`.
+    """A push whose pieces are arriving, and that is used when all pieces have arrived.
+
+    It has the same attributes and methods as an `Incoming`, which is a push in one message.
 
     Parameters
     ----------
@@ -65,11 +67,11 @@ class CollectedPush:
 
     @property
     def arrives(self) -> bool:
-        """Whether the buffer for the whole message is allocated."""
+        """Whether the memory for the push is allocated, so that its pieces are received."""
         return self._receives is not None
 
     def test(self) -> bool:
-        """Whether all pieces have arrived. Makes progress."""
+        """Whether all pieces have arrived; receives more pieces if possible."""
         if self._receives is None:
             if not self._has_room(self.header.total):
                 return False
@@ -89,19 +91,29 @@ class CollectedPush:
 
 
 class Arrivals(dict):
-    """The message that is arriving from each worker: an `Incoming` or a `CollectedPush`."""
+    """The messages that a server is receiving now, at most one from each worker.
+
+    A message is an `Incoming`, or a `CollectedPush` if it comes in pieces.
+    """
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all buffers."""
+        """The sum of the bytes of the buffers of all these messages."""
         return sum(message.buffer.size for message in self.values())
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether the pieces of another push may be received now; the first push always may."""
+        """Whether the server may receive the pieces of another push, of `nbytes` bytes, now.
+
+        It may if the buffers of all arriving messages together stay below a limit, or if no other
+        push in pieces is arriving.
+        """
         alone = not any(getattr(message, "arrives", False) for message in self.values())
         return alone or self.nbytes + nbytes <= capacity.ROOM_BYTES
 
     def collect(self, link: Link, worker: int, message: Incoming, model: Any) -> None:
-        """Begin to receive the pieces of a push, which is handled when all have arrived."""
+        """Begin to receive the pieces of a push, whose first message has arrived from `worker`.
+
+        The push is used when all its pieces have arrived.
+        """
         pieces, nbytes = model.due.pieces, model.whole.nbytes
         self[worker] = CollectedPush(link, message, pieces, nbytes, self.has_room, model.name)

@@ -27,17 +27,20 @@ from ..wire.wire_pieces import WirePiece
 
 
 class MemoryPush(PushStream):
-    """The pieces of one push in the memory of the rank `source`.
+    """A push whose gradients stay in the memory of the rank `source`, where the server reads them.
+
+    It has the methods of `wire.server_stream.PushStream`, which receives pieces in messages.
 
     Parameters
     ----------
     link : Link
     source : int
     memory : CrossMemory
+        Reads the memory of other processes of this host.
     local_rank : int
         The rank `source` among the ranks of this host.
     shard : WholeShard
-        The pieces of this server.
+        All parts of the model on this server.
     pieces : sequence of WirePiece
     addresses : sequence of int
         The addresses in the memory of `source` at which the gradient of each part begins.
@@ -45,8 +48,8 @@ class MemoryPush(PushStream):
     Attributes
     ----------
     readers : list of memoryview
-        The lines of counters (see `node_share`) in which `use` counts the pieces of new parameters
-        that a worker may copy now.
+        Counters in shared memory (see `node_share`) in which `use` counts the pieces of new
+        parameters that a worker may copy now.
     """
 
     by_messages = False
@@ -74,11 +77,11 @@ class MemoryPush(PushStream):
         self._kept = False
 
     def here(self) -> int:
-        """Return how many pieces have arrived, which are all pieces."""
+        """Return how many pieces can be read now, which is always all of them."""
         return len(self._pieces)
 
     def piece(self, number: int) -> np.ndarray:
-        """Return a piece, in memory that is valid until `use` releases it."""
+        """Return the gradients of piece `number`, in memory that is valid until the next `use`."""
         piece = self._pieces[number]
         if self._kept and self._buffer is not None:
             return self._buffer[piece.start : piece.stop]
@@ -90,7 +93,7 @@ class MemoryPush(PushStream):
         return self._buffer[: piece.nbytes]
 
     def use(self) -> None:
-        """Release the memory of the oldest piece, after the update of its parameters."""
+        """Release the memory of the oldest piece, after the server has updated its parameters."""
         self._used += 1
         for line in self.readers:
             line[READY] += 1
@@ -99,7 +102,10 @@ class MemoryPush(PushStream):
             self._buffer = None
 
     def keep(self) -> None:
-        """Copy the whole push, because the worker goes on before the push is applied."""
+        """Copy the whole push to the server's memory, so that the worker may change its gradients.
+
+        Called if the worker gets its answer before the push is applied.
+        """
         whole = self._link.pool.take(self._nbytes)
         for piece in self._pieces:
             self._copy(piece, whole[piece.start : piece.stop])
@@ -116,7 +122,7 @@ class MemoryPush(PushStream):
 def addresses_of(
     memory: CrossMemory, shard: WholeShard, gradients: dict[str, np.ndarray]
 ) -> np.ndarray | None:
-    """Return the addresses at which the server's part of each gradient begins.
+    """Return the addresses at which the gradients for one server begin in this rank's memory.
 
     Returns None if the kernel cannot read the gradients, as in memory that is pinned for a GPU.
     """

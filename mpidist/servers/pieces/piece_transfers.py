@@ -25,7 +25,7 @@ from ..wire.wire_pieces import WirePiece, allowed
 
 
 class PieceReceives:
-    """Receives the pieces of one push or answer from one rank, in their order.
+    """Receives the pieces of one push or one answer from the rank `source`, in their order.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class PieceReceives:
     memory : callable
         ``memory(number)`` returns the bytes into which piece `number` is received.
     model : str, optional
-        The model, for error texts.
+        The name of the model, for error texts.
 
     Attributes
     ----------
@@ -60,9 +60,9 @@ class PieceReceives:
         self._status, self._model = MPI.Status(), model
 
     def post(self, free: int) -> None:
-        """Post receives of the next pieces, up to `WINDOW` beyond the first `free` pieces.
+        """Begin to receive pieces, up to `WINDOW` beyond the first `free` pieces.
 
-        The data of these `free` pieces have been used, so their memory may be overwritten.
+        The caller has used the data of these `free` pieces, so their memory may be overwritten.
         """
         for number in allowed(len(self._pieces), self._begun, free):
             self._link.receiving.add(self)
@@ -104,7 +104,7 @@ class PieceReceives:
 
 
 class PieceSends:
-    """Sends pieces of pushes, or of answers, with one message tag."""
+    """Sends pieces of pushes, or of answers, with one message tag, and keeps track of the sends."""
 
     def __init__(self, link: Link, tag: int):
         self.link, self._tag = link, link.tag + tag
@@ -115,7 +115,10 @@ class PieceSends:
         return len(self._sends)
 
     def send(self, memory: np.ndarray, ranks: Sequence[int], pooled: bool = False) -> None:
-        """Begin to send bytes to ranks; after the sends, `pooled` memory goes back to the pool."""
+        """Begin to send the bytes in `memory` to these ranks.
+
+        If `pooled`, the memory is a buffer of the link's pool, and goes back to it after the sends.
+        """
         link = self.link
         link.receiving.add(self)
         for k, rank in enumerate(ranks, 1):
@@ -125,7 +128,7 @@ class PieceSends:
             self._sends.append((request, memory if pooled and k == len(ranks) else None))
 
     def reap(self) -> bool:
-        """Give buffers of completed sends back to the pool; return whether all are complete."""
+        """Look for completed sends, whose buffers go back to the pool; whether all are complete."""
         sends = self._sends
         while sends and test_one(sends[0][0], self._status):
             memory = sends.popleft()[1]

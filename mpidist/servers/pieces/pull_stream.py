@@ -24,7 +24,9 @@ from .piece_transfers import PieceSends
 
 
 class PulledVersion:
-    """The pieces of one version of the parameters, from the shard itself or from copies.
+    """One version of a server's parameters, in pieces, for the workers that receive it.
+
+    The pieces are read from the parameters themselves or, after an update, from copies.
 
     Parameters
     ----------
@@ -39,18 +41,21 @@ class PulledVersion:
         self._saved: dict[int, np.ndarray] = {}
 
     def save(self, first: int) -> None:
-        """Copy the pieces from number `first` on: the parameters are about to change."""
+        """Copy the pieces from number `first` on, because an update is about to change them."""
         for number in range(first, len(self.pieces)):
             self._saved[number] = self._copy(number)
 
     def piece(self, number: int) -> tuple[np.ndarray, bool]:
-        """Return a piece, and whether the caller must give the memory back to the pool."""
+        """Return the bytes of piece `number`, and whether they are a buffer of the link's pool.
+
+        The caller must give such a buffer back to the pool after it is sent.
+        """
         if number in self._saved:
             return self._saved[number], False
         return self._copy(number), True
 
     def leave(self) -> None:
-        """Record that one worker has got all of this version; the last call frees the copies."""
+        """Record that one worker needs no more of this version; the last call frees the copies."""
         self.users -= 1
         if not self.users:
             for copy in self._saved.values():
@@ -68,7 +73,9 @@ class PulledVersion:
 
 
 class PullStream:
-    """The answer to one pull: pieces from number `first` on, at most `WINDOW` of them on the way.
+    """The answer to one pull, which is sent in pieces from number `first` on.
+
+    At most `WINDOW` pieces are on the way at the same time.
 
     Attributes
     ----------
@@ -86,7 +93,7 @@ class PullStream:
         version.link.count_pieces(len(version.pieces) - first, self.left, 0, 0)
 
     def progress(self) -> bool:
-        """Send pieces, up to the limit; return whether all pieces have been sent."""
+        """Send pieces, as many as may be on the way; return whether all pieces have been sent."""
         self._sends.reap()
         pieces, done = self.version.pieces, self.next - len(self._sends)
         for number in allowed(len(pieces), self.next, done):
@@ -102,7 +109,7 @@ class PullStream:
 
 
 class PullStreams:
-    """The pulls of one model that are being answered in pieces."""
+    """The pulls of one model that a server is answering in pieces now."""
 
     def __init__(self, shard: ServerShard, pieces: Sequence[WirePiece]):
         self._shard, self._pieces = shard, pieces
@@ -115,24 +122,24 @@ class PullStreams:
 
     @property
     def left(self) -> int:
-        """The bytes that are not sent yet."""
+        """The bytes of all these answers that are not sent yet."""
         return sum(pull.left for pull in self._open)
 
     def begin(self, link: Link, rank: int, first: int = 0) -> None:
-        """Begin to send the present version to a rank, from piece number `first` on."""
+        """Begin to send the present parameters to a rank, from piece number `first` on."""
         if self._now is None:
             self._now = PulledVersion(link, self._shard, self._pieces)
         self._open.append(PullStream(self._now, rank, first))
 
     def send_more(self) -> None:
-        """Continue to answer pulls."""
+        """Send more pieces of the answers, as far as possible without waiting."""
         if self._open:
             self._open = [pull for pull in self._open if not pull.progress()]
             if not any(pull.version is self._now for pull in self._open):
                 self._now = None
 
     def keep(self) -> None:
-        """Copy the unsent pieces of the present version, because an update follows."""
+        """Copy the pieces of the present parameters that are still to be sent, before an update."""
         nexts = [pull.next for pull in self._open if pull.version is self._now]
         if nexts and self._now is not None:
             self._now.save(min(nexts))

@@ -23,22 +23,23 @@ from .shard_ranges import are_shared, scalars_of
 class Held:
     """What one server holds when a death has ended its group, and which pushes it has applied.
 
-    The numbers of workers stay the same after a death.
+    The servers use it to divide the model anew between the servers that live. A worker keeps its
+    number after a death.
 
     Attributes
     ----------
     index : int
         The number of the server.
     shard, copy : ServerShard
-        The server's own shard, and its copy of the previous server's shard. `copy` is None if there
-        is only one server.
+        The server's own part of the model, and its copy of the previous server's part. `copy` is
+        None if there is only one server.
     clocks, copied : dict
-        For each worker, the number of its clocks whose pushes are applied to `shard`, and to
-        `copy`.
+        For each worker, the number of its steps whose pushes are applied to `shard`, and to `copy`.
     updates : list of two int
         How many updates this group has made in `shard` and in `copy`.
     applied : int
-        If servers vote: the pushes of all clocks below `applied` are applied.
+        If servers vote before they apply a step: the pushes of all steps below `applied` are
+        applied.
     """
 
     index: int
@@ -50,7 +51,10 @@ class Held:
     applied: int = 0
 
     def shards(self) -> dict[int, ServerShard]:
-        """Return a dict: number of a server -> its shard or its copy on this rank."""
+        """Return the parts of the model that this rank holds: number of a server -> its part.
+
+        They are the server's own part, and its copy of the previous server's part.
+        """
         found = {self.index: self.shard}
         if self.copy is not None:
             found[self.copy.server] = self.copy
@@ -68,18 +72,24 @@ class Held:
         }
 
     def count(self, server: int, worker: int, clock: int) -> None:
-        """Record that the push of a worker's clock is applied to this rank's shard of `server`."""
+        """Record that the push of `worker` in the step `clock` is applied.
+
+        It is applied to what this rank holds of the part of server number `server`.
+        """
         is_copy = server != self.index
         (self.copied if is_copy else self.clocks)[worker] = clock + 1
         self.updates[is_copy] += 1
 
     def scalars(self) -> dict[int, tuple[dict[str, str], int]]:
-        """Return a dict: number of a server -> (scalars of the optimizer, version)."""
+        """Return a dict: number of a server -> (scalars of the optimizer, number of updates)."""
         return {k: (scalars_of(shard), shard.version) for k, shard in self.shards().items()}
 
 
 class Holder(NamedTuple):
-    """The rank that sends an old shard to others: its server, or the server with its copy."""
+    """The rank that sends an old server's part of the model to others after a death.
+
+    It is the rank of the server itself, if it lives, and otherwise of the server with its copy.
+    """
 
     rank: int
     is_copy: bool
@@ -87,7 +97,12 @@ class Holder(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Rank `source` sends rank `target` the common elements of the old and the new shard."""
+    """A transfer after a death: rank `source` sends rank `target` elements of the model.
+
+    They are the elements that the part of server number `old` in the old layout and the part of
+    server number `new` in the new layout have in common. `source` and `target` may be the same
+    rank.
+    """
 
     source: int
     target: int
@@ -96,7 +111,10 @@ class Move(NamedTuple):
 
 
 def holders(everyone: Sequence[Mapping | None]) -> dict[int, Holder]:
-    """Return the holder of each old shard, from the result of `Held.facts` of each rank."""
+    """Return a dict: number of an old server -> the `Holder` that sends its part of the model.
+
+    `everyone` has the result of `Held.facts` of each rank, or None.
+    """
     found = {}
     for rank, facts in enumerate(everyone):
         if facts is not None and facts["copy"] is not None:
@@ -108,10 +126,11 @@ def holders(everyone: Sequence[Mapping | None]) -> dict[int, Holder]:
 
 
 def up_to_date(everyone: Sequence[Mapping | None], voted: bool) -> list[set[int]]:
-    """Return for each rank the numbers of the servers whose newest state it holds.
+    """Return for each rank a set: the numbers of the servers whose newest parameters it holds.
 
-    If servers vote (`voted`), shards and copies have the same updates. Otherwise a copy may have
-    fewer updates than its shard.
+    `everyone` has the result of `Held.facts` of each rank, or None. If the servers vote before they
+    apply a step (`voted`), a server's parameters and their copy have the same updates. Otherwise a
+    copy may have fewer updates.
     """
     made = {facts["index"]: facts["updates"][0] for facts in everyone if facts is not None}
     found: list[set[int]] = []
@@ -128,7 +147,11 @@ def up_to_date(everyone: Sequence[Mapping | None], voted: bool) -> list[set[int]
 
 
 def targets(servers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (rank, number of a server) for each new shard and copy; `servers` has the ranks."""
+    """Return (rank, number of a server) for each part of the model that a rank must have now.
+
+    Each server has its own part and, if there are several servers, a copy of the previous server's
+    part. `servers` has the ranks of the servers.
+    """
     size = len(servers)
     shards = [(rank, number) for number, rank in enumerate(servers)]
     copies = [(servers[(number + 1) % size], number) for number in range(size)]
@@ -142,17 +165,20 @@ def moves(
     giving: Mapping[int, Holder],
     current: Sequence[set[int]],
 ) -> list[Move]:
-    """Return which rank sends elements of which shard to which rank, in one order on all ranks.
+    """Return which rank sends which elements to which rank after a death, as a list of `Move`.
+
+    The list has the same order on all ranks. `old` and `new` are the layouts before and after the
+    death.
 
     Parameters
     ----------
     wanted : sequence of (rank, number of a server)
-        The new shards and copies to fill.
+        Which rank must get the new part of which server, as its own part or as a copy.
     giving : mapping
-        The holder of each old shard.
+        The holder of each old server's part.
     current : sequence of sets
-        For each rank, the numbers of the old servers whose newest state it holds. The rank gets no
-        messages with elements of these servers.
+        For each rank, the numbers of the old servers whose newest parameters it holds. The rank
+        needs no messages with elements of these servers.
     """
     return [
         Move(rank if i in current[rank] else giving[i].rank, rank, i, j)

@@ -1,4 +1,4 @@
-"""`ElasticServerGroup`: after ranks have died, its models continue in a new group."""
+"""`ElasticServerGroup`: a group of servers whose models continue in a new group after a death."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ from .elastic_shares import Prepared, change_shares_beside
 
 
 class ElasticServerGroup(ServerGroup):
-    """A `ServerGroup` for elastic runs: servers vote, may keep copies, and continue after a death.
+    """A `ServerGroup` for elastic runs, in which training continues after a rank has died.
 
-    It has the parameters and attributes of a `ServerGroup`.
+    Before servers apply a step, they agree by votes that all of them have its pushes. Each server
+    may also keep a copy of another server's part of each model. The class has the parameters and
+    attributes of a `ServerGroup`.
 
     Attributes
     ----------
     moved : int
-        How often the servers have got other shares.
+        How often the servers have got other shares (fractions of the models).
     prepared : Prepared or None
-        While the shares change: what this rank will use when the change is committed. After a
-        death, some ranks may have committed the change, and others not.
+        While the shares change: what this rank will use when all ranks are ready for the change.
+        After a death, some ranks may already use it, and others not.
     """
 
     moved = 0
     prepared: Prepared | None = None
 
     def vote(self, copies: bool = False, shares: Sequence[float] | None = None) -> None:
-        """Let servers apply the pushes of a clock only when all servers have them; see `votes`.
+        """Let servers apply the pushes of a step only when all servers have them; see `votes`.
 
-        With `copies`, each server also keeps copies of the previous server's shards; `fill_copies`
-        makes them equal to the shards. `shares` has the share of each server, in the order of the
-        servers; their sum is 1. Collective over `comm`, before the first `add`.
+        With `copies`, each server also keeps copies of the previous server's parts of the models;
+        `fill_copies` makes them equal to these parts. `shares` has the share of each server, in the
+        order of the servers; their sum is 1. Collective over `comm`, before the first `add`.
         """
         self.shares = self.shares if shares is None else list(shares)
         self.replicated = copies and len(self.server_ranks) > 1
@@ -45,7 +47,10 @@ class ElasticServerGroup(ServerGroup):
         start_votes(self._server, self.server_ranks, copies)
 
     def fill_copies(self, name: str) -> None:
-        """Make the copies equal to their shards. All servers must call it before they serve."""
+        """Make each server's copy of the previous server's part of the model `name` equal to it.
+
+        All servers must call `fill_copies` before they serve.
+        """
         server = self._server
         if server is not None and server.copies is not None:
             with GroupCall(self.link, "fill_copies"), self.link.serving(nothing):
@@ -73,7 +78,10 @@ class ElasticServerGroup(ServerGroup):
         nonfinite: str = "raise",
         stale: Stale | None = None,
     ) -> Client | None:
-        """Add a model after a death, with the state in `kept`. Collective, as `add`."""
+        """Add a model to this new group after a death, with the parameters and clocks in `kept`.
+
+        Collective, as `ServerGroup.add`, which explains the other arguments.
+        """
         policy = KeepStale() if stale is None else stale
         client = self._host(
             Request(name, model, optimizer, consistency, 0, global_batch, kept, nonfinite, policy)

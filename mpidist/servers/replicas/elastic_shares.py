@@ -39,7 +39,11 @@ from .shard_ranges import scalars_of, set_scalars
 
 
 class Prepared(NamedTuple):
-    """What a rank uses after its commit: shares, and on a server (shard, copy) of each model."""
+    """What a rank will use when all ranks are ready for other shares of the servers.
+
+    These are the shares, and on a server its new part of each model and its new copy of another
+    server's part.
+    """
 
     shares: list[float]
     parts: dict[str, tuple[ServerShard, ServerShard | None]]
@@ -48,10 +52,11 @@ class Prepared(NamedTuple):
 def change_shares_beside(
     members: Members, given: AskedShares | None, prepare: Callable[[Prepared], None]
 ) -> Members | None:
-    """Divide the models of an elastic run anew. Collective over the group, in a pause.
+    """Divide the models of an elastic run anew between the servers. Collective, in a pause.
 
-    ``prepare(prepared)`` is called before any rank commits. Returns what the rank knows from now
-    on, or None if nothing changes.
+    Each server makes its new part of each model beside the old one, which it keeps until all ranks
+    are ready. ``prepare(prepared)`` is called with this rank's `Prepared` before any rank uses it.
+    Returns the new `Members` (what this rank knows of its group), or None if nothing changes.
     """
     link, server = members.link, members.server
     with link.serving(nothing):

@@ -25,7 +25,7 @@ MOVE_TAG, _PUSH_TAG = 11, 12
 
 
 class Messages:
-    """Posts sends and receives, and waits for all of them later."""
+    """Begins sends and receives between ranks at once, and waits for all of them later."""
 
     def __init__(self, comm: MPI.Comm, tag: int):
         self.comm, self._tag = comm, tag
@@ -57,10 +57,11 @@ def move_shards(
     old: tuple[ServerLayout, Mapping[int, ServerShard]],
     new: tuple[ServerLayout, Mapping[int, ServerShard]],
 ) -> None:
-    """Begin to fill the new shards of all ranks. Collective, with the same `moves`.
+    """Begin to send the servers' parts of a model to their new owners. Collective.
 
-    The shards are full when the caller has waited for `messages`. `old` and `new` have the layouts,
-    and the shards of this rank by the numbers of their servers.
+    All ranks pass the same `moves`. `old` and `new` each have a layout, and this rank's parts of
+    the model in that layout, by the numbers of their servers. The new parts are complete when the
+    caller has waited for `messages`.
     """
     (old_layout, giving), (new_layout, filling) = old, new
     me = messages.comm.rank
@@ -85,13 +86,13 @@ def complete_pushes(
     gradients: Mapping[str, np.ndarray],
     apply: Callable[[int, int, list[tuple[ShardPart, np.ndarray]]], None],
 ) -> None:
-    """Send pushes that a death has interrupted to the shards that do not have them. Collective.
+    """Send pushes that a death has interrupted to the servers that do not have them. Collective.
 
     Parameters
     ----------
     torn : sequence of (rank of a worker, rank of a holder, number of a server)
-        The parts of pushes that are missing: the worker sends its part for this server to the
-        holder of the server's shard.
+        The missing pushes: the worker sends its gradients for this server to the rank that now
+        holds the server's part of the model.
     layout : ServerLayout
     gradients : mapping
         The gradients of this rank's push, if this rank is a worker in `torn`.

@@ -34,7 +34,10 @@ from .shard_ranges import all_ranges, pack, range_bytes, unpack
 
 
 class Forwarded(NamedTuple):
-    """A received update of the copy, which waits until all servers have voted for its clock."""
+    """An update that the previous server has sent for the copy of its part of the model.
+
+    It waits until all servers have voted for its step.
+    """
 
     clock: int
     header: Header
@@ -42,22 +45,25 @@ class Forwarded(NamedTuple):
 
 
 class ShardCopies:
-    """The copies on one server, one for each model, and the messages that keep copies equal.
+    """The copies of another server's parts of the models on one server, and their messages.
+
+    Each server sends the gradients of its updates to the next server, which makes the same updates
+    in its copy.
 
     Parameters
     ----------
     link : Link
     before, after : int
-        The rank of the previous server, whose shards are copied here, and the rank of the next
-        server, which has the copies of this server's shards.
+        The rank of the previous server, of whose parts this server has copies, and the rank of the
+        next server, which has copies of this server's parts.
     models : list of Hosted
         The models of this server. Models may be added to this list later.
 
     Attributes
     ----------
     sent, received : int
-        How many updates this server has forwarded, and how many it has received from the previous
-        server.
+        How many updates this server has sent to the next server, and how many it has received from
+        the previous server.
     """
 
     def __init__(self, link: Link, before: int, after: int, models: list):
@@ -73,12 +79,15 @@ class ShardCopies:
 
     @property
     def pending(self) -> bool:
-        """Whether the next server may lack updates, or the previous server may send more."""
+        """Whether the next server may lack updates of its copies, or the previous may send more."""
         return self.behind or not self._heard_end
 
     @property
     def behind(self) -> bool:
-        """Whether the next server has not acknowledged all updates that are applied at once."""
+        """Whether the next server has still to confirm that it has received updates.
+
+        Updates for which servers vote are not counted, because the votes confirm them.
+        """
         return self._asked > self._acknowledged
 
     # -- this server's shard ---------------------------------------------------------------
@@ -86,7 +95,8 @@ class ShardCopies:
     def forward(self, number: int, actions: Sequence[Action]) -> None:
         """Merge the pushes of each update in `actions`, and send the gradients to the next server.
 
-        `Hosted.apply` then uses the merged gradients, in the same order.
+        `number` is the number of the model. `Hosted.apply` then uses the merged gradients, in the
+        same order.
         """
         model = self._models[number]
         mode, layout = model.gate.consistency, model.shard.layout
@@ -121,9 +131,10 @@ class ShardCopies:
             model.merged.append(merged)
 
     def answered_later(self, model, answer) -> bool:
-        """Return whether an answer must wait for the next server; `listen` returns it later.
+        """Whether an answer to a worker must wait until the next server has this model's updates.
 
-        If servers vote, no answer waits, because the next server has already voted for the updates.
+        If so, `listen` returns the answer later. If servers vote before they apply a step, no
+        answer waits, because the next server has already voted for the updates.
         """
         waits = not model.gate.consistency.holds and self._asked > self._acknowledged
         if waits:
@@ -139,7 +150,10 @@ class ShardCopies:
     # -- the copy --------------------------------------------------------------------------
 
     def listen(self) -> list:
-        """Receive updates and acknowledgements; return the answers that need no longer wait."""
+        """Receive updates for copies, and the next server's confirmations of updates.
+
+        Returns the answers to workers that need no longer wait for the next server.
+        """
         comm, tag, status = self._link.comm, self._link.tag + COPY, MPI.Status()
         for rank in {self._before, self._after}:
             while True:
@@ -176,11 +190,17 @@ class ShardCopies:
         self._link.tell(ACKNOWLEDGE, message.source, COPY)
 
     def has(self, number: int, clock: int) -> bool:
-        """Whether this server has received all updates of a clock for its copy of a model."""
+        """Whether this server has received the updates of the step `clock` for a model's copy.
+
+        `number` is the number of the model.
+        """
         return (number, clock) in self._here
 
     def apply(self, number: int, clocks: int) -> None:
-        """Apply the waiting updates of the first `clocks` clocks to the copy of a model."""
+        """Make the received updates of the first `clocks` steps in this server's copy.
+
+        `number` is the number of the model.
+        """
         waiting = self._waiting[number]
         while waiting and waiting[0].clock < clocks:
             update = waiting.popleft()
@@ -188,7 +208,10 @@ class ShardCopies:
             self._update(update.header, update.buffer)
 
     def forget(self, number: int) -> None:
-        """Forget the waiting updates, because the workers repeat their step after a death."""
+        """Drop the received updates of a copy that are not made, as workers repeat their step.
+
+        Called after a death. `number` is the number of the model.
+        """
         self._waiting.pop(number, None)
 
     def _update(self, header: Header, buffer: np.ndarray) -> None:
@@ -208,7 +231,10 @@ class ShardCopies:
     # -- the beginning ---------------------------------------------------------------------
 
     def fill(self, number: int) -> None:
-        """Make each copy equal to its shard. All servers call this method, before they serve."""
+        """Send this server's part of model `number` to the next server, which makes its copy equal.
+
+        All servers call this method before they serve, so each also receives its copy.
+        """
         link, model = self._link, self._models[number]
         mine, copied = all_ranges(model.shard), all_ranges(model.copy)
         message = link.receive(self._before, COPY, HEADER_BYTES + range_bytes(copied))

@@ -1,7 +1,7 @@
-"""List the arrays of a shard (parameters and optimizer state), or the common ranges of two shards.
+"""List the arrays of one server's part of a model, or what two servers' parts have in common.
 
-All shards of a model list ranges in the same order, so messages need not name the ranges. This
-module uses no MPI.
+The arrays are parameters and optimizer state, as 1-D views (ranges). All servers of a model list
+them in the same order, so messages need not name them. This module uses no MPI.
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ Ranges = tuple[np.ndarray, ...]
 
 
 def all_ranges(shard: ServerShard) -> Ranges:
-    """Return all arrays of a shard, with the scalars of its optimizer."""
+    """Return all arrays of a server's part of a model, with the scalars of its optimizer."""
     kinds, scalars = _tables(shard)
     arrays = [array.reshape(-1) for table in kinds for _, array in table.values()]
     return (*arrays, *(leaf.reshape(-1) for leaf in scalars.values()))
 
 
 def range_bytes(ranges: Ranges) -> int:
-    """Return the bytes of all ranges."""
+    """Return the sum of the bytes of all arrays in `ranges`."""
     return sum(array.nbytes for array in ranges)
 
 
 def shared_ranges(shard: ServerShard, layout: ServerLayout, server: int) -> Ranges:
-    """Return the ranges of `shard` that server number `server` of `layout` also holds."""
+    """Return those elements of `shard` that server number `server` of another layout also holds.
+
+    They are returned as 1-D views of the parameters and of the optimizer state in `shard`, which is
+    a server's part of the model.
+    """
     common = []
     for piece in shard.layout.pieces[shard.server]:
         for other in layout.pieces[server]:
@@ -54,7 +58,7 @@ def are_shared(old: ServerLayout, i: int, new: ServerLayout, j: int) -> bool:
 
 
 def pack(ranges: Ranges, buffer: np.ndarray) -> None:
-    """Copy the ranges to the front of a byte buffer."""
+    """Copy the arrays in `ranges`, one after the other, to the front of a byte buffer."""
     at = 0
     for array in ranges:
         buffer[at : at + array.nbytes] = array.view(np.uint8)
@@ -62,7 +66,7 @@ def pack(ranges: Ranges, buffer: np.ndarray) -> None:
 
 
 def unpack(ranges: Ranges, buffer: np.ndarray) -> None:
-    """Set the ranges to the values that `pack` has written into a byte buffer."""
+    """Set the arrays in `ranges` to the values that `pack` has written into a byte buffer."""
     at = 0
     for array in ranges:
         array.view(np.uint8)[...] = buffer[at : at + array.nbytes]
@@ -70,12 +74,12 @@ def unpack(ranges: Ranges, buffer: np.ndarray) -> None:
 
 
 def scalars_of(shard: ServerShard) -> dict[str, str]:
-    """Return the scalars of the optimizer as exact texts."""
+    """Return the scalars of the optimizer state by name, as texts that keep all bits."""
     return {name: leaf.tobytes().hex() for name, leaf in _tables(shard)[1].items()}
 
 
 def set_scalars(shard: ServerShard, scalars: dict[str, str]) -> None:
-    """Set the scalars of the optimizer to the values that `scalars_of` has returned."""
+    """Set the scalars of the optimizer state to the values that `scalars_of` has returned."""
     for name, leaf in _tables(shard)[1].items():
         leaf.reshape(-1).view(np.uint8)[...] = np.frombuffer(bytes.fromhex(scalars[name]), np.uint8)
 

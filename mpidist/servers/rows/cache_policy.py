@@ -17,14 +17,16 @@ from ..modes.stale_gradients import KeepStale
 class RowCache:
     """How many rows of each table a worker keeps, and for how many steps: see `ServerGroup.add`.
 
+    A pull then asks the servers only for rows that the worker does not have, or that are too old.
+
     Parameters
     ----------
     rows : int
         The largest number of rows of each table. If there are more, the least recently used rows
         are dropped.
     max_age : int, optional
-        The largest number of steps for which a worker uses a kept row. By default, the bound of the
-        consistency mode is the only limit. ASP has no bound, and needs `max_age`.
+        The largest number of steps for which a worker uses a row after it was fetched. By default,
+        the bound of the consistency mode is the only limit. ASP has no bound, and needs `max_age`.
 
     Raises
     ------
@@ -44,7 +46,10 @@ class RowCache:
 
 
 def row_cache(model: str, given, consistency: Consistency, stale) -> RowCache | None:
-    """Return the argument `cache_rows` of a model as a `RowCache`, or None for no cache.
+    """Return the argument `cache_rows` of `ServerGroup.add` as a `RowCache`, or None for no cache.
+
+    `given` is this argument, `model` is the name of the model, and `consistency` and `stale` are
+    its mode and its policy for stale gradients.
 
     Raises
     ------

@@ -66,7 +66,7 @@ class KeySlots:
         return (mixed(keys) & np.uint64(self._mask)).view(np.int64)
 
     def find(self, keys: np.ndarray) -> np.ndarray:
-        """Return the place of each key as int32; -1 for a key that is not in the mapping."""
+        """Return the place of each key as an int32 array; -1 for a key that is not there."""
         cells = self._first(keys)
         found = self._places[cells]
         wrong = (found != _FREE) & (self._keys[cells] != keys)
@@ -82,7 +82,7 @@ class KeySlots:
         return found
 
     def add(self, keys: np.ndarray, places: np.ndarray) -> None:
-        """Add distinct new keys, with distinct places."""
+        """Add distinct new keys; each key gets the place with the same index in `places`."""
         if 2 * (self._taken + len(keys)) > self._mask:
             self._rebuild(self.count + len(keys))
         self._insert(keys, places.astype(np.int32, copy=False))
@@ -127,7 +127,7 @@ class KeySlots:
 
 
 class KeyRows:
-    """A place (an index) for each of some keys, and arrays with an entry for each place.
+    """Rows of arrays, found by 64-bit keys: each key has a place, which is an index of the arrays.
 
     Attributes
     ----------
@@ -136,7 +136,7 @@ class KeyRows:
     live : ndarray of bool
         Which places have a key.
     columns : dict of str to ndarray
-        The arrays, whose first axis has the length `capacity`.
+        The arrays. Each has one entry for each place, so its first axis has the length `capacity`.
     """
 
     def __init__(self, **columns: tuple[tuple[int, ...], Any]):
@@ -164,16 +164,22 @@ class KeyRows:
         return self._slots.nbytes + sum(array.nbytes for array in arrays)
 
     def find(self, keys: np.ndarray) -> np.ndarray:
-        """Return the place of each key; -1 for an unknown key."""
+        """Return the place (index in the arrays) of each key; -1 for an unknown key."""
         return self._slots.find(keys)
 
     def short_of(self, more: int) -> int:
-        """Return the capacity that `more` new keys need; 0 if there is room for them."""
+        """Return the capacity to which the arrays must grow before `more` new keys can be added.
+
+        Returns 0 if the arrays have room for the new keys.
+        """
         need = len(self) + more
         return max(64, need, min(2 * self.capacity, need + need // 2)) * (need > self.capacity)
 
     def add(self, keys: np.ndarray) -> np.ndarray:
-        """Add distinct new keys; return their places. The arrays may have old values there."""
+        """Add distinct new keys, and return their places (indices in the arrays).
+
+        The entries of the arrays at these places are not set: they may have values of removed keys.
+        """
         if capacity := self.short_of(len(keys)):
             self.resize(capacity)
         old = min(len(keys), len(self._free))
@@ -192,13 +198,16 @@ class KeyRows:
         self.columns = {name: lengthened(array, capacity) for name, array in self.columns.items()}
 
     def remove(self, places: np.ndarray) -> None:
-        """Forget the keys of these places. New keys may get these places."""
+        """Forget the keys of these places (indices in the arrays), which new keys may get."""
         self._slots.remove(self.keys[places])
         self.live[places] = False
         self._free = np.concatenate([self._free, places])
 
     def compacted(self) -> np.ndarray:
-        """Move the keys to the first places, and free the other memory; return the old places."""
+        """Move all keys and entries to the front of the arrays, and free the rest of the memory.
+
+        Returns the old place (index) of each key, in the order of the new places.
+        """
         places = np.flatnonzero(self.live)
         keys, columns = self.keys[places], {n: a[places] for n, a in self.columns.items()}
         self.clear()

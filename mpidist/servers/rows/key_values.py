@@ -18,7 +18,10 @@ _STEP = 0x9E3779B97F4A7C15  # odd, so the words of a row have different numbers 
 
 
 def owners(keys: np.ndarray, shares: Sequence[float]) -> np.ndarray:
-    """Return the number of the server of each key; `shares` has the fractions of the servers."""
+    """Return the number of the server that has each key of an open table.
+
+    `shares` has the fraction of all keys that each server has.
+    """
     if len(shares) == 1:
         return np.zeros(len(keys), np.int64)
     ends = np.cumsum(shares)[:-1] * 2.0**32
@@ -29,9 +32,10 @@ def owners(keys: np.ndarray, shares: Sequence[float]) -> np.ndarray:
 def initial_rows(
     keys: np.ndarray, width: int, dtype: np.dtype, name: str, init: tuple[str, float], seed: int
 ) -> np.ndarray:
-    """Return the initial values of the rows of `keys` in the table `name`, one row per key.
+    """Return the initial values of the rows of `keys` in an open table, one row per key.
 
-    A normal value comes from two hashes, by the method of Box and Muller.
+    The values depend only on the seed, the name of the table and the key. `width` is the number of
+    elements of a row. A normal value comes from two hashes, by the method of Box and Muller.
     """
     kind, scale = init
     if kind in ("zeros", "constant"):

@@ -25,12 +25,12 @@ _FEW = 1 << 20  # if a table grows by fewer bytes, the free memory is not checke
 
 
 class OpenTable:
-    """The rows of one open table on one server.
+    """One server's rows of an open table, which is a table whose rows are made by pushes of keys.
 
     Parameters
     ----------
     shard : ServerShard
-        The shard with the parameters, the optimizer and its state.
+        The server's part of the model, with the parameters, the optimizer and its state.
     kind : Tensor
         The table; `kind.open` is its `OpenRows`.
     init : (str, float)
@@ -40,10 +40,11 @@ class OpenTable:
     Attributes
     ----------
     rows : KeyRows
-        The keys that have a row. The column "touched" has the clock of each key's newest push.
+        The keys that have a row. The column "touched" has the clock (step) of each key's newest
+        push.
     waiting : KeyRows
         If `min_count` is above 1: the pushed keys that have no row yet, with the columns "count"
-        and "touched".
+        (number of pushes) and "touched".
     """
 
     def __init__(self, shard: Any, kind: Tensor, init: tuple[str, float], seed: int):
@@ -80,7 +81,10 @@ class OpenTable:
     def pushed(
         self, keys: np.ndarray, gradient: np.ndarray, all_keys: Sequence[np.ndarray], clock: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Make the rows of pushed keys; return the gradient as (rows of the parameter, values).
+        """Make the rows of pushed keys that need one; return where the gradient is to be added.
+
+        Returns (rows, values): rows of the table's parameter array, and the gradient of each of
+        them. Keys that were pushed fewer than `min_count` times are left out.
 
         Parameters
         ----------
@@ -89,7 +93,7 @@ class OpenTable:
         all_keys : sequence of ndarray
             For each push, its distinct keys.
         clock : int
-            The clock of the pushes.
+            The clock (step) of the pushes.
         """
         places = self.rows.find(keys)
         absent = places < 0
@@ -187,10 +191,10 @@ class OpenTable:
     # -- unused rows, and the report -----------------------------------------------------------
 
     def drop(self, before: int) -> int:
-        """Free the rows whose newest push was before the clock `before`; return their number.
+        """Free the rows whose newest push was before the clock (step) `before`.
 
-        For keys without a row, the counts of pushes are also reset if their newest push was before
-        that clock.
+        Returns the number of these rows. The counts of pushes of keys without a row are also
+        forgotten, if the key's newest push was before that clock.
         """
         for table in (self.waiting, self.rows):
             old = np.flatnonzero(table.live & (table.columns["touched"] < before))
@@ -209,7 +213,7 @@ class OpenTable:
         self.waiting.compacted()
 
     def facts(self) -> dict[str, int]:
-        """Return the numbers of rows and of waiting keys, and the bytes of all arrays."""
+        """Return the number of rows, the number of keys without a row, and the bytes in memory."""
         nodes = [self._shard.parameters, *(node for _, node in self._slots_of_state())]
         nbytes = sum(node[self.name].nbytes for node in nodes)
         return {
@@ -221,15 +225,19 @@ class OpenTable:
     # -- saving ------------------------------------------------------------------------------
 
     def saved(self, array: np.ndarray) -> tuple[str, np.ndarray, np.ndarray]:
-        """Return (name, keys, rows of `array`); `array` is the parameter or a part of the state."""
+        """Return (name of the table, keys, their rows in `array`), to save the table.
+
+        `array` is the table's parameter array, or an array of the optimizer's state.
+        """
         places, keys = self._sorted(self.rows)
         return self.name, keys, self._table(array)[places]
 
     def saved_counts(self, clock: int) -> tuple[str, np.ndarray, np.ndarray]:
-        """Return (name, keys, columns), with a row (age, count) of `columns` for each key.
+        """Return (name of the table, keys, counts), to save how often keys were pushed.
 
-        The age is the number of clocks since the key's newest push. The count is the number of
-        counted pushes, or -1 for a key with a row.
+        `counts` has a row (age, count) for each key. The age is the number of clocks (steps) from
+        the key's newest push to `clock`. The count is the number of counted pushes, or -1 for a key
+        with a row.
         """
         parts = []
         for table, count in ((self.rows, None), (self.waiting, "count")):
@@ -247,13 +255,16 @@ class OpenTable:
         return places, table.keys[places]
 
     def load(self, saved: Mapping, clock: int) -> None:
-        """Replace all rows by this server's rows in pieces that any servers have saved.
+        """Replace all rows by those of the keys in `saved` that belong to this server.
+
+        `saved` has pieces of tables that any number of servers have saved, in the form that
+        `ServerShard.export` returns. `clock` is the present clock (step) of the training.
 
         Raises
         ------
         ConfigError
-            No piece is of this table, the optimizer's state of a row is missing, or there are too
-            many rows.
+            `saved` does not have this table, the optimizer's state of a row is missing, or there
+            are too many rows.
         """
         pieces = list(self._mine(saved["parameters"]))
         if not pieces:
@@ -302,5 +313,8 @@ class OpenTable:
 
 
 def most_rows(max_rows: int, share: float) -> int:
-    """Return the largest number of rows of a server with this share of all rows."""
+    """Return the largest number of rows on a server that has this share of an open table.
+
+    `max_rows` is the largest number of rows on all servers together.
+    """
     return max(1, round(max_rows * share))

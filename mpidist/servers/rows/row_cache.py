@@ -38,11 +38,11 @@ from .key_slots import KeyRows
 
 
 class CachedTable:
-    """The cached rows of one table: their values, and the clocks that say how old they are.
+    """The rows of one table that a worker has fetched and keeps for later pulls.
 
     For each row there are four columns. ``values``: the row. ``has``: the row has all updates of
-    all workers before this clock. ``came``: the worker's clock when it fetched the row. ``used``:
-    the number of the newest call in which the row was used.
+    all workers before this clock (step). ``came``: the worker's clock when it fetched the row.
+    ``used``: the number of the newest call in which a pull has named the row.
     """
 
     def __init__(self, tensor: Tensor, most: int):
@@ -55,10 +55,16 @@ class CachedTable:
     def look_up(
         self, keys: np.ndarray, clock: int, oldest: int, earliest: int, now: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the places of keys, and which of these rows may be used in `clock`.
+        """Find which wanted rows the cache has, and which of them are new enough for a pull.
 
-        A row may be used if it was fetched in this clock; or if it has all updates before clock
-        `oldest` and was fetched in clock `earliest` or later.
+        A row is new enough in two cases. The worker has fetched it in this `clock` (step). Or the
+        row has all updates of all workers before the clock `oldest`, as the consistency mode
+        requires, and the worker has fetched it in the clock `earliest` or later, as
+        `RowCache.max_age` requires. A row that is not new enough must be fetched again.
+
+        Returns the place of each row in the cache (-1 if it is not there), and a boolean array that
+        says which rows are new enough. `now` is the number of this call, from which the cache knows
+        which rows were used longest ago.
         """
         places = self.rows.find(keys)
         columns = self.rows.columns
@@ -70,7 +76,10 @@ class CachedTable:
         return places, good
 
     def keep(self, keys: np.ndarray, values: np.ndarray, has: int, came: int, now: int) -> None:
-        """Store rows. If there are more than `most`, drop the rows that were used longest ago."""
+        """Store rows that were fetched; `has`, `came` and `now` are the new entries of the columns.
+
+        If there are more rows than `most`, those that were used longest ago are dropped.
+        """
         if len(keys) > self.most:
             keys, values = keys[: self.most], values[: self.most]
         places = self.rows.find(keys)
@@ -95,7 +104,11 @@ class CachedTable:
     def wrote(
         self, keys: np.ndarray, gradient: np.ndarray, update: OwnUpdate | None, weight: float
     ):
-        """Apply this worker's push to the cached rows of `keys`, or drop these rows."""
+        """Apply this worker's own push to those rows of `keys` that the cache has, or drop them.
+
+        They are dropped if `update` is None, because the worker then cannot compute the update
+        itself.
+        """
         places = self.rows.find(keys)
         here = places >= 0
         places = places[here]
@@ -110,7 +123,10 @@ class CachedTable:
 
 
 class OwnUpdate:
-    """Applies a worker's own push to rows, for optimizers that add a multiple of the gradient."""
+    """Applies a worker's own push to its cached rows, as the servers apply it to theirs.
+
+    Only for optimizers that add a constant multiple of the gradient to the parameters.
+    """
 
     def __init__(self, optimizer):
         self._optimizer = optimizer
@@ -124,9 +140,10 @@ class OwnUpdate:
 
 
 def own_update(optimizer) -> OwnUpdate | None:
-    """Return the update that a push makes, if it depends only on the push; otherwise None.
+    """Return the function by which a worker applies its own pushes to its cached rows.
 
-    The optimizer must have a constant learning rate, no state for each element, and no decay.
+    Returns None if the worker cannot compute the update from the push alone: the optimizer must
+    have a constant learning rate, no state for each element, and no decay.
     """
     settings = getattr(optimizer, "settings", {})
     rate = settings.get("lr") if isinstance(settings, Mapping) else None
@@ -138,16 +155,21 @@ def own_update(optimizer) -> OwnUpdate | None:
 
 
 class CachedRows:
-    """The cached rows of a worker's model, between its client and the requests to servers.
+    """The cached rows of all tables of a model on one worker.
+
+    The worker's client asks this object for rows; the object asks the servers for rows that it does
+    not have, or that are too old.
 
     Parameters
     ----------
     policy : RowCache
     layout : ServerLayout
     workers : int
+        The number of workers.
     asked : Request
+        The arguments with which the model was added.
     modes : ClientModes
-        The mode of each clock.
+        The consistency mode of each clock (step).
 
     Attributes
     ----------
@@ -168,15 +190,19 @@ class CachedRows:
         self.clear()
 
     def use_layout(self, layout: ServerLayout) -> None:
-        """Use another layout, in which dealt rows may have other numbers."""
+        """Use another division of the tables between the servers; drop all cached rows.
+
+        Rows that are dealt to the servers in turn may have other numbers in the new layout.
+        """
         self._layout = layout
         self.clear()
 
     def change_optimizer(self, optimizer, clock: int) -> None:
-        """Note that the optimizer changes in `clock`.
+        """Record that the optimizer changes in the step `clock`.
 
         The servers use the new optimizer when all workers have requested it. Until an answer shows
-        that all workers have finished `clock`, this worker drops the rows that it pushes.
+        that all workers have finished `clock`, this worker drops cached rows that it pushes,
+        because it cannot know with which optimizer a server updates them.
         """
         self._update, self._next = None, (clock, own_update(optimizer))
 
@@ -194,7 +220,10 @@ class CachedRows:
         return {"hits": self.hits, "misses": self.misses, "quiet": self.quiet, "rows": rows}
 
     def wrote(self, pushes: Mapping, samples: int | None, clock: int) -> None:
-        """Apply a push of this worker in `clock` to cached rows, or drop these rows."""
+        """Apply a push that this worker makes in the step `clock` to its cached rows, or drop them.
+
+        Does nothing in modes in which servers hold pushes until all workers have finished the step.
+        """
         if self._modes.at(clock).holds:
             return
         weight = 0.0 if samples == 0 else 1.0 / self._workers
@@ -210,9 +239,10 @@ class CachedRows:
     def ask(
         self, requests: Any, flags: int, wanted: dict, results: dict, pushes, samples, known
     ) -> tuple[list[Header], float]:
-        """Do what `ClientRequests.ask` does, but ask only for rows that are not cached.
+        """Do what `ClientRequests.ask` does, but ask servers only for rows that are not cached.
 
-        Returns no headers if no server had to be asked.
+        Returns the headers of the answers, and the seconds waited. There are no headers if no
+        server had to be asked.
         """
         if flags & PUSH:
             self.wrote(pushes, samples, requests.clock)
@@ -257,7 +287,7 @@ class CachedRows:
 
 
 class LookUp:
-    """The rows of one table in one pull: which of them are cached, and which to ask for."""
+    """The rows of one table that one pull names: which are cached, and which servers must send."""
 
     def __init__(self, table: CachedTable, rows: np.ndarray, *clocks: int):
         self.table, tensor = table, table.tensor
@@ -272,13 +302,17 @@ class LookUp:
         self._values[self.good] = table.rows.columns["values"][places[self.good]]
 
     def take(self, has: int, came: int, now: int) -> None:
-        """Store the rows fetched in clock `came`, which have all updates before clock `has`."""
+        """Store the fetched rows in the cache.
+
+        They were fetched in the worker's clock (step) `came`, and have all updates of all workers
+        before the clock `has`. `now` is the number of the call.
+        """
         values = self.fetched.reshape(len(self.absent), self.table.tensor.width)
         self._values[~self.good] = values
         self.table.keep(self._keys[~self.good], values, has, came, now)
 
     def result(self) -> np.ndarray:
-        """Return the rows in the order of the pull."""
+        """Return all rows of the pull, cached and fetched ones, in the order of the pull."""
         return self._values[self._where].reshape(len(self._where), *self.table.tensor.shape[1:])
 
 

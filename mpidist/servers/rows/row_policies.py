@@ -17,10 +17,11 @@ SPREADS = ("ranges", "rows")
 
 
 def row_policies(model: str, shapes: Mapping[str, tuple], rows, spread) -> dict[str, RowPolicy]:
-    """Return the policy of each tensor of a model.
+    """Return how each tensor of a model is updated and divided, as a `RowPolicy` by name.
 
     `shapes` has the shape of each tensor, which is ``(None, ...)`` for an open table. `rows` and
-    `spread` are a policy for all tensors, or a mapping of names to policies.
+    `spread` are the arguments of `ServerGroup.add`: each is a policy for all tensors, or a mapping
+    of names to policies.
     """
     found, names = {}, shapes.keys()
     for argument, given, known in (("rows", rows, ROWS), ("spread", spread, SPREADS)):
@@ -65,7 +66,10 @@ def _check_open(model: str, name: str, shape: tuple, rows) -> None:
 
 
 def check_row_optimizer(model: str, policies: Mapping[str, RowPolicy], optimizer) -> None:
-    """Raise ConfigError if a tensor is updated by rows, but the optimizer cannot update rows."""
+    """Raise ConfigError if pushes of rows would update only these rows, but the optimizer cannot.
+
+    `policies` has the `RowPolicy` of each tensor of the model.
+    """
     lazy = [name for name, policy in policies.items() if policy.rows != "dense"]
     if lazy and not getattr(optimizer, "rows", ""):
         kind = getattr(optimizer, "name", type(optimizer).__name__)

@@ -15,7 +15,8 @@ def is_ascending(rows: np.ndarray) -> bool:
 def sum_equal_rows(rows: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the distinct rows in ascending order, and the sum of the values of each row.
 
-    Equal rows are added in their order. Half precision is added in single precision.
+    `rows` may name a row several times. Its values are added in the order of `rows`; values of half
+    precision are added in single precision.
     """
     if is_ascending(rows):
         return rows, values
@@ -39,9 +40,10 @@ def last_of_equal_rows(rows: np.ndarray, values: np.ndarray) -> tuple[np.ndarray
 def merge_rows(
     parts: Sequence[tuple[float, np.ndarray, np.ndarray]], dtype: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the weighted sum of gradients (share, rows, values), as (rows, values) of `dtype`.
+    """Return the weighted sum of gradients of rows, as (rows, values) with distinct rows.
 
-    The values are multiplied by their share in place. Equal rows are added in the order of `parts`.
+    Each of `parts` is (weight, rows, values). The values are multiplied by the weight in place, and
+    values of the same row are added in the order of `parts`. The result has the type `dtype`.
     """
     wide = np.promote_types(dtype, np.float32)  # half precision is rounded once, at the end
     scaled = []

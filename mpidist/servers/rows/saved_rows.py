@@ -14,7 +14,10 @@ from ...errors import ConfigError
 
 
 def fill_pieces(targets: Sequence, sources: Iterable, what: str) -> None:
-    """Copy the elements of `sources` to the `targets`; error texts call the targets `what`.
+    """Copy saved elements of tensors into the arrays of `targets`, from any of the `sources`.
+
+    Both are sequences of (tensor, first element, 1-D array) or (tensor, rows, 2-D array). `what` is
+    what error texts call the targets.
 
     Raises
     ------

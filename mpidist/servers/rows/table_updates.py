@@ -22,14 +22,15 @@ UPDATES = ("add", "assign")
 
 
 class TableUpdate:
-    """Used by servers instead of an optimizer: it adds pushed values, or assigns them.
+    """Used by servers in place of an optimizer: adds pushed values to the parameters, or sets them.
 
     Parameters
     ----------
     name : str
         "add" or "assign".
     replaced : object
-        The optimizer, if one was also given. This is an error, which `check_update` raises.
+        The optimizer that the user has also given, or None. It is an error to give both, which
+        `check_update` raises.
     """
 
     elementwise, rows = True, "exact"
@@ -40,11 +41,11 @@ class TableUpdate:
         self.streams = not self.assigns
 
     def init(self, parameters: Mapping) -> dict:
-        """Return an empty state."""
+        """Return an empty dict, because this update needs no state."""
         return {}
 
     def update(self, gradients: Mapping, state: dict, parameters: Mapping) -> None:
-        """Add the sums of the pushes to the parameters, or assign the newest values."""
+        """Add the sums of the pushes to the parameters, or set parameters to pushed values."""
         for key, parameter in parameters.items():
             gradient = gradients[key]
             if not isinstance(gradient, tuple):
@@ -58,7 +59,11 @@ class TableUpdate:
 
 
 def chosen_update(optimizer: Any, update: Any, clip_norm: Any) -> tuple[Any, Any]:
-    """Return the optimizer of a model and its `clip_norm`, which `optim.clipped` may contain."""
+    """Return the optimizer of a model and its `clip_norm`, from the arguments of `ServerGroup.add`.
+
+    `update` ("add" or "assign") gives a `TableUpdate` in place of an optimizer. For an optimizer of
+    `optim.clipped`, returns the optimizer inside it and its norm.
+    """
     if update is not None:
         return TableUpdate(update, optimizer), clip_norm
     inner = getattr(optimizer, "inner", None)
@@ -95,9 +100,10 @@ def check_update(asked: Any) -> None:
 def newest_values(
     shard: ServerShard, pushes: Sequence[tuple[float, Parts]]
 ) -> tuple[dict[str, Any], float] | None:
-    """Return the values that pushes assign, in the form of `ServerShard.merge`.
+    """Return the values to which pushes set parameters, in the form of `ServerShard.merge`.
 
-    A later push in `pushes` replaces the values of earlier pushes, row by row.
+    `pushes` are pairs (share, gradients); a push with share 0 has no effect. Where several pushes
+    set the same row, the last push counts.
     """
     found: dict[str, Any] = {}
     pushes = [push for push in pushes if push[0]]

@@ -17,7 +17,10 @@ _KEY_BYTES = 72
 
 
 def ask_to_drop(client, unused_for: int) -> int:
-    """Let all servers of a client's model drop rows, for `Client.drop`."""
+    """Let all servers free unused rows of open tables, for `Client.drop`; return their number.
+
+    A row is unused if no push has named it in the last `unused_for` clocks (steps).
+    """
     whole = checked_whole(f"drop rows of {client.name!r}: unused_for", unused_for, 1)
     if not any(tensor.open is not None for tensor in client.layout.tensors):
         raise ConfigError(f"drop rows of {client.name!r}: the model has no table of open rows")
@@ -40,7 +43,10 @@ def ask_to_drop(client, unused_for: int) -> int:
 
 
 def drop_rows(link, model, rank: int, header: Header) -> None:
-    """Free unused rows of a model on this server, and send their number to worker rank `rank`."""
+    """Free unused rows of a model on this server, and send their number to worker rank `rank`.
+
+    `header` is the header of the worker's request, which says how long a row must be unused.
+    """
     before = model.gate.slowest() - header.samples
     count = sum(table.drop(before) for table in model.shard.open.values())
     buffer = link.pool.take(HEADER_BYTES)
@@ -49,14 +55,15 @@ def drop_rows(link, model, rank: int, header: Header) -> None:
 
 
 def table_facts(shard) -> dict[str, dict[str, int]]:
-    """Return the rows and bytes of each open table on a server, for the report."""
+    """Return a dict: name of each open table on a server -> its numbers of rows and of bytes."""
     return {table.name: table.facts() for table in shard.open.values()}
 
 
 def open_bytes(layout: ServerLayout, server: int, copies: float) -> int:
-    """Return the largest number of bytes that open tables with `max_rows` take on a server.
+    """Return how many bytes a server's open tables take if they have as many rows as they may.
 
-    `copies` is the number of bytes of optimizer state per byte of parameters.
+    Only tables with `max_rows` count. `copies` is the number of bytes of optimizer state per byte
+    of parameters.
     """
     total = 0.0
     for tensor in layout.tensors:

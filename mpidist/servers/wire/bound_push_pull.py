@@ -45,7 +45,7 @@ def finite_test(view: np.ndarray) -> Callable[[], bool]:
 
 
 class BoundExchange:
-    """The request to one server and its answer, in two buffers that each call uses again."""
+    """The request of a push_pull to one server and its answer, in two buffers used by each call."""
 
     by_messages = True
 
@@ -80,7 +80,10 @@ class BoundExchange:
     def post(
         self, link: Link, name: str, model: int, clock: int, samples: int, entered: int, note: tuple
     ) -> None:
-        """Begin to receive the answer, and send the request, whose data are already in place."""
+        """Begin to receive the answer, and send the request, whose gradients are already in place.
+
+        The arguments after `name` (the model's name) are fields of the request's header.
+        """
         # The receive is posted before the send, so that MPI need not buffer the answer.
         memory = [self.answer, MPI.BYTE]
         self.received = link.comm.Irecv(memory, self.rank, link.tag + TO_WORKER)
@@ -95,7 +98,10 @@ class BoundExchange:
         link.sent[self.rank] += 1
 
     def is_here(self, link: Link, status: MPI.Status) -> bool:
-        """Whether the answer has arrived and the push is sent. Copies the answer, once."""
+        """Whether the answer has arrived and the request is sent.
+
+        When the answer has arrived, its parameters are copied once to the arrays of the caller.
+        """
         if self.operation[OPEN]:
             if not test_one(self.received, status):
                 return False
@@ -103,7 +109,7 @@ class BoundExchange:
         return test_one(self.sent, status)
 
     def take(self, nbytes: int, link: Link) -> None:
-        """Copy the parameters in an answer of `nbytes` bytes."""
+        """Copy the parameters in an answer of `nbytes` bytes to the arrays of the caller."""
         self.header = header = read_header(self.answer, nbytes, self.rank)
         if header.total != self.answer.size:
             raise ProtocolError(
@@ -118,7 +124,7 @@ class BoundExchange:
 
 
 class BoundPushPull:
-    """The push_pull of one set of arrays, which `fits` recognizes.
+    """A push_pull whose arrays are remembered, so that later calls need not check them again.
 
     Parameters
     ----------
@@ -155,7 +161,7 @@ class BoundPushPull:
         self._number, self._nbytes = len(sent), sum(sent)
 
     def fits(self, gradients: Any, out: Any) -> bool:
-        """Whether these are the arrays of this object, with the same shapes and dtypes."""
+        """Whether these are the remembered arrays, with the same shapes and dtypes."""
         try:
             if not len(gradients) == len(out) == len(self._arrays):
                 return False
@@ -172,7 +178,7 @@ class BoundPushPull:
         return True
 
     def pack(self) -> bool:
-        """Copy the gradients into the messages; return whether all are finite."""
+        """Copy the gradients into the requests; return whether all values are finite."""
         for one in self._exchanges:
             for view, gradient in one.packs:
                 view[...] = gradient
@@ -212,7 +218,7 @@ class BoundPushPull:
         return waited, [one.header for one in self._exchanges]
 
     def results(self) -> dict[str, np.ndarray]:
-        """Return the arrays with the answers."""
+        """Return the arrays that have received the parameters, by name."""
         return self._results.copy()
 
     def _missing(self) -> list[int]:
@@ -230,9 +236,10 @@ class BoundPushPull:
 def bind(
     link: Link, shards: Sequence[WholeShard], make: Sequence[Callable], gradients: Any, out: Any
 ) -> BoundPushPull | None:
-    """Return a `BoundPushPull` of these arrays, or None if their messages are not simple enough.
+    """Return a `BoundPushPull` of these arrays, or None if it cannot be used with them.
 
-    `shards` has each server's part of the model, and `make` is as in `BoundPushPull`.
+    It can be used for a small model, and C-contiguous NumPy arrays of the model's dtypes for all
+    tensors. `shards` has each server's part of the model, and `make` is as in `BoundPushPull`.
     """
     layout = shards[0].layout
     sizes = [HEADER_BYTES + shard.nbytes for shard in shards]

@@ -17,9 +17,9 @@ from ..layout.routing import WholeParts
 
 
 class BoundGradients(dict):
-    """Gradients in arrays that later updates use again, and the update bound to these arrays.
+    """Gradients in arrays that later updates use again, and a function that makes such an update.
 
-    It is a dict from the keys of a shard to arrays.
+    It is a dict from the keys of the parameters in a `ServerShard` to the gradients.
     """
 
     __slots__ = ("_again", "_arrays", "_optimizer", "_state")
@@ -32,7 +32,10 @@ class BoundGradients(dict):
         self._again: Callable | None = None
 
     def apply(self, shard: Any, weight: float) -> bool:
-        """Make the bound update of a `ServerShard`, if there is one; return whether it was made."""
+        """Update the parameters in `shard` by the remembered function, if there is one.
+
+        Returns whether the update was made; otherwise the caller makes it.
+        """
         if self._optimizer is not shard.optimizer or self._state is not shard.state:
             # The update is bound only in the next call, because many gradients are used only once.
             self._optimizer, self._state = shard.optimizer, shard.state
@@ -56,12 +59,19 @@ class BoundGradients(dict):
 
 
 def gradients_again(parts: Any) -> BoundGradients | None:
-    """Return the gradients that `kept_with` has stored with the parts of a push, or None."""
+    """Return the gradients that `kept_with` has stored with the arrays of a push, or None.
+
+    `parts` are these arrays.
+    """
     return parts.gradients if type(parts) is WholeParts else None
 
 
 def kept_with(parts: Any, gradients: dict[str, Any]) -> dict[str, Any]:
-    """Return the gradients of a whole push; store them with `parts` if that object is reused."""
+    """Return the gradients of a push of a whole model, stored with the arrays of the push.
+
+    `parts` are these arrays. The gradients are stored only if later pushes use the same object
+    `parts` again; otherwise `gradients` is returned as it is.
+    """
     if type(parts) is not WholeParts:
         return gradients
     if parts.gradients is None:
@@ -70,7 +80,7 @@ def kept_with(parts: Any, gradients: dict[str, Any]) -> dict[str, Any]:
 
 
 def same_again(before: BoundGradients, gradients: dict[str, Any]) -> BoundGradients:
-    """Return `before` if it has the same arrays as `gradients`; otherwise a new object."""
+    """Return `before` if it has the arrays of `gradients`; otherwise a new `BoundGradients`."""
     same = before.keys() == gradients.keys()
     if same and all(map(is_, before.values(), gradients.values())):
         return before

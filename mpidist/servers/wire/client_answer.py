@@ -48,12 +48,16 @@ class ServerCall(NamedTuple):
     out: Mapping | None
 
     def flags_of(self, server: int) -> int:
-        """Return the flags of the request to a server."""
+        """Return what a server is asked for: `flags`, without PUSH if it already has the push."""
         return self.flags & ~PUSH if server in self.known else self.flags
 
 
 def whole_push(layout: ServerLayout, pushes: Mapping | None, out: Mapping) -> dict | None:
-    """Return the gradients to push in pieces; None if this push must be a whole message."""
+    """Return the gradients of a push if they can be sent in pieces; otherwise None.
+
+    They can if the push has all elements of all tensors, and `out`, which receives the answer, does
+    not share their memory in a wrong way (see `can_share`).
+    """
     named = {} if pushes is None else {name: rows for name, (rows, _) in pushes.items()}
     if not routing.has_all(layout, named):
         return None
@@ -63,16 +67,16 @@ def whole_push(layout: ServerLayout, pushes: Mapping | None, out: Mapping) -> di
 
 
 class ServerAnswer:
-    """The answer of one server to one request.
+    """The answer of one server to one request, which is being received.
 
     Parameters
     ----------
     incoming : Incoming
-        The receive of the message or of the header.
+        The message with the answer, or with its header if the answer comes in pieces.
     operation : list
         The record of the request in `Link.trail`.
     parts : sequence of ShardPart
-        The parts in the message.
+        The tensors or rows whose values are in the message.
     stream : ClientStream, optional
         The pieces of the request and of the answer.
     """
@@ -89,17 +93,20 @@ class ServerAnswer:
 
     @property
     def handed(self) -> bool:
-        """Whether MPI has taken the whole request, so that the next server may be asked."""
+        """Whether MPI has the whole request, so that the worker may ask the next server."""
         return self._stream is None or self._stream.handed
 
     def test(self) -> bool:
-        """Whether the request is sent and the answer has arrived. Makes progress."""
+        """Whether the request is sent and the answer is here; sends and receives more if not."""
         if isinstance(self._stream, NodeClientStream):
             return self._stream.is_here(self._incoming)
         return (self._stream is None or self._stream.progress()) and self._incoming.test()
 
     def unpack(self, link: Link, layout: ServerLayout, wanted: Mapping, flat: Any) -> Header:
-        """Copy the data of the answer to the arrays `flat`, and return its header."""
+        """Copy the values in the answer to the arrays in `flat`, and return the answer's header.
+
+        `wanted` has the wanted tensors: name -> rows, or None for all rows.
+        """
         header, buffer = self._incoming.header, self._incoming.buffer
         for part, view in routing.views(layout, self._parts, buffer, HEADER_BYTES):
             name = layout.tensors[part.piece.tensor].name

@@ -72,9 +72,10 @@ class ClientRequests:
     names : Selection
         The tensors of the model.
     pieces : sequence of list of WirePiece
-        For each server, the pieces of its part of the model; empty if no message is sent in pieces.
+        For each server, the pieces in which its part of the model is sent; empty if messages are
+        not sent in pieces.
     modes : ClientModes
-        The consistency mode of each clock.
+        The consistency mode of each clock (step).
     share : NodeShare or None
         The memory that this rank shares with servers of its host.
     first : int
@@ -83,10 +84,10 @@ class ClientRequests:
     Attributes
     ----------
     versions : list of int
-        The updates in each server's shard at the newest answer of the server.
+        How many updates each server had made when it sent its newest answer.
     clock, entered, pushed : int
-        The worker's clock, the newest clock that the servers have let it enter, and the clock of
-        its newest push; -1 for none.
+        The number of steps that the worker has finished; the newest step in which the servers have
+        answered a pull; and the step of the newest push. -1 for none.
     note : tuple of two int
         Two integers that the next request carries to the first server. The request then sets both
         integers to zero.
@@ -119,20 +120,23 @@ class ClientRequests:
         self.silent: Counter[int] = Counter()  # server -> clocks since it was asked
 
     def go_on_from(self, before: ClientRequests) -> None:
-        """Take over the clock and the counts of another object, for a new layout of the model."""
+        """Take over the clock and the counts of `before`, which sent requests for an old layout."""
         self.clock, self.entered, self.pushed = before.clock, before.entered, before.pushed
         self.note, self.started, self.queue = before.note, before.started, before.queue
         newest = max(before.versions)
         self.versions[:] = (before.versions + [newest] * len(self.servers))[: len(self.servers)]
 
     def take_note(self) -> tuple[int, int]:
-        """Return the note for the first server, and set it to zero."""
+        """Return the attribute `note` for a request to the first server, and set it to zeros."""
         note, self.note = self.note, (0, 0)
         return note
 
     @property
     def has_entered(self) -> bool:
-        """Whether a server has let the worker enter its clock. One server is enough."""
+        """Whether a server has answered a pull in the present step, if one answer is enough.
+
+        In the modes with `Consistency.asks_all`, one answer is not enough, and the result is false.
+        """
         return self.entered == self.clock and not self._modes.asks_all(self.clock)
 
     def _route(
@@ -197,11 +201,14 @@ class ClientRequests:
         return operation
 
     def streams(self, clock: int) -> bool:
-        """Whether a push of the whole model in `clock` has pieces that are answered one by one."""
+        """Whether servers answer each piece of a push in the step `clock` at once.
+
+        Only a push of the whole model is sent in pieces.
+        """
         return self._has_pieces and self._modes.streams(clock)
 
     def tell_all(self, flags: int, data: bytes) -> None:
-        """Send bytes to every server, in a message of this clock."""
+        """Send the bytes `data` to every server; `flags` says what they ask for."""
         total = HEADER_BYTES + len(data)
         for rank in self.servers:
             buffer = self.link.pool.take(total)
@@ -211,7 +218,11 @@ class ClientRequests:
         self.started = True
 
     def may_be_quiet(self, flags: int) -> bool:
-        """Whether a worker may go on without an answer, if it needs no values from servers."""
+        """Whether a call that needs no values may end without an answer of the servers.
+
+        This is the case if the step has already begun, or if the mode needs no answer of all
+        servers and each server has been asked for an answer in the last few steps.
+        """
         if not flags & CLOCK and self.entered == self.clock:
             return True
         if self._modes.asks_all(self.clock + bool(flags & CLOCK)):
@@ -219,7 +230,10 @@ class ClientRequests:
         return max(self.silent.values(), default=0) < SILENT - 1
 
     def tick_quietly(self, flags: int, pushes, samples) -> None:
-        """Send a push and a tick to all servers, which do not answer; send nothing for a pull."""
+        """Send a push and the end of a step to all servers, and do not ask for answers.
+
+        Sends nothing if `flags` asks only for a pull.
+        """
         servers = range(len(self.servers))
         if flags & CLOCK or self.entered < self.clock:
             self.silent.update(servers)

@@ -30,7 +30,7 @@ LATE = 0.25
 
 
 class ClientStream:
-    """The pieces of one call of a worker between this worker and one server.
+    """Sends the gradients of a call in pieces to one server, and receives its answer in pieces.
 
     Parameters
     ----------
@@ -71,14 +71,14 @@ class ClientStream:
 
     @property
     def handed(self) -> bool:
-        """Whether the worker may go on with the next server.
+        """Whether the worker may ask the next server.
 
         If the server answers only whole pushes, MPI must first have all pieces of this push.
         """
         return self._in_step or self._begun == self._all
 
     def progress(self) -> bool:
-        """Receive answers, and send the pieces that are allowed; return whether all is done."""
+        """Receive pieces of the answer, and send pieces if allowed; return whether all is done."""
         for number, answer in self._answers.take():
             piece = self._pieces[number]
             if len(piece.spans) > 1:
@@ -120,7 +120,11 @@ class ClientStream:
 
 
 def places_in(layout: ServerLayout, arrays: Mapping[str, np.ndarray], piece: WirePiece):
-    """Yield the bytes of each span of a piece in `arrays`, and their position in the piece."""
+    """Yield the memory in `arrays` that a piece of a message covers.
+
+    A piece covers ranges of one or several tensors. Yields for each range its bytes and the
+    position at which they begin in the piece.
+    """
     for tensor, start, stop, at in piece.spans:
         name, _, dtype, *_ = layout.tensors[tensor]
         size = dtype.itemsize
@@ -175,7 +179,7 @@ class CopiedPush:
         self._deadline, self.late = time.monotonic() + LATE, late
 
     def handed(self) -> bool:
-        """Send the pieces that are allowed; return whether MPI has all of them."""
+        """Send the pieces that may be sent now; return whether MPI has all pieces."""
         self._link.reap()
         self._flying = [requests for requests in self._flying if requests]
         number, now = len(self._pieces), time.monotonic()

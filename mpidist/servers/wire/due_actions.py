@@ -1,14 +1,16 @@
-"""Updates and answers that a model's gate has allowed, but that wait for pieces of messages.
+"""Updates and answers that a model's consistency mode allows, but that wait for other messages.
+
+::
 
     due   | update of clock 7, in pieces | answer to 0 | answer to 1 | update of clock 8 | ...
 
-The gate (a `ConsistencyGate`) says which actions the consistency mode allows. From then on until
-the server has carried out an action, the action is due. An update in pieces takes some time, and
-all later actions wait for its end. An update also waits until MPI has sent the answers that it
-sends directly from the memory of the parameters. This wait is short: the workers have received
-these answers before they send the pushes of the next update. Answers to pulls are copied instead
-(`pull_stream`), so no update waits for them. For workers that copy the parameters from shared
-memory, see `node_stream`.
+A model's gate (a `ConsistencyGate`) says which updates and answers, called actions, the consistency
+mode allows. From then on until the server has carried out an action, the action is due. An update
+in pieces takes some time, and all later actions wait for its end. An update also waits until MPI
+has sent the answers that it sends directly from the memory of the parameters. This wait is short:
+the workers have received these answers before they send the pushes of the next update. Answers to
+pulls are copied instead (`pull_stream`), so no update waits for them. For workers that copy the
+parameters from shared memory, see `node_stream`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ from .wire_pieces import WirePiece
 
 
 class DueActions:
-    """The due actions of one model in their order, and the pushes and pulls that come in pieces.
+    """The updates and answers of one model that a server may carry out, but has not done yet.
+
+    The consistency mode allows them, but an update may wait for pieces of pushes that have not
+    arrived, or for answers that are being sent.
 
     Attributes
     ----------
@@ -65,7 +70,7 @@ class DueActions:
 
     @property
     def pieces(self) -> list[WirePiece]:
-        """The pieces of the server's part of the model."""
+        """The pieces in which the server's part of the model is sent."""
         return self._all.pieces
 
     @property
@@ -75,7 +80,7 @@ class DueActions:
         return bool(self._actions or self.pulls or sending)
 
     def receive(self, link: Link, source: int) -> PushStream:
-        """Begin to receive a push in pieces, each of which is answered when it is updated."""
+        """Begin to receive a push in pieces from rank `source`; each piece is answered at once."""
         self._open(link)
         if self.share is not None and (pair := self.share.pair(source, link.comm.rank)):
             self._readers.add(source, pair, 0, 0)
@@ -85,7 +90,11 @@ class DueActions:
     def read(
         self, link: Link, worker: int, source: int, shard: WholeShard, addresses: Sequence[int]
     ) -> PushStream:
-        """Return a push that is in the memory of a worker of this host."""
+        """Return a push that stays in the memory of a worker of this host until it is applied.
+
+        `source` is the worker's rank, and `addresses` says where the gradients begin in its memory.
+        `shard` has all parts of the model on this server.
+        """
         assert self.share is not None
         assert self.share.cross is not None
         self._open(link)
@@ -100,7 +109,10 @@ class DueActions:
             self._sends = PieceSends(link, PIECE_DOWN)
 
     def send(self, link: Link, rank: int, how: int) -> None:
-        """Begin to send all parameters to a worker, or (STREAM) let it copy them."""
+        """Begin to send all parameters of this server to a worker, or let it copy them.
+
+        `how` is PIECES to send them, or STREAM to let the worker copy them from shared memory.
+        """
         if how == PIECES:
             self.pulls.begin(link, rank)
         elif rank in self._reading:
@@ -114,9 +126,10 @@ class DueActions:
         actions: Sequence[Action],
         weighed: Callable[[Apply], tuple[list[tuple[float, Any]], float]],
     ) -> Iterator[Action]:
-        """Add actions, and yield all that may be carried out now.
+        """Add allowed actions (updates and answers), and yield those that can be carried out now.
 
-        `weighed` returns the share and the parts of each push of an update, and its weight.
+        ``weighed(action)`` returns the share and the gradients of each push of an update, and the
+        weight of the update.
         """
         self._actions += actions
         while self._actions:
@@ -171,6 +184,6 @@ class DueActions:
                     del self._waiting[worker]
 
     def ended(self) -> StreamedUpdate | None:
-        """Return the update in pieces that has just ended, and forget it."""
+        """Return the update in pieces that has just ended, or None, and forget it."""
         update, self.update = self.update, None
         return update

@@ -1,4 +1,7 @@
-"""How a server handles small messages in shared memory; for the worker's part, see `node_mail`."""
+"""How a server handles small messages that workers of its host write into shared memory.
+
+`node_mail` has the worker's part.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ from .node_share import NodePair, NodeShare
 
 
 class MailBox(NamedTuple):
-    """A worker's messages for one model on this server.
+    """The shared memory in which one worker writes its requests for one model on this server.
 
-    `parts` are the parts of the push. `values` are the arrays of the answer, by the shard's keys.
+    The server writes its answers there, too. `parts` are the gradients of a request. `values` are
+    the arrays of an answer, with the keys of the parameters in the server's `ServerShard`.
     """
 
     model: Any
@@ -38,7 +42,11 @@ class MailBox(NamedTuple):
 
 
 class ServerDoor:
-    """The counters by which one worker of this host tells this server of new messages."""
+    """Two counters in shared memory that announce messages between a worker and this server.
+
+    The worker increases `rung` when it has written a request; the server writes the number of
+    answered requests to `answered`.
+    """
 
     def __init__(self, worker: int, rank: int, pair: NodePair):
         self.worker, self.rank = worker, rank
@@ -47,7 +55,9 @@ class ServerDoor:
 
 
 class ServerDoors:
-    """The counters (doors) and the messages of all workers of this host, for all models.
+    """Receives the requests that workers of this host write into shared memory, for all models.
+
+    For each worker there is a `ServerDoor` with counters.
 
     Parameters
     ----------
@@ -60,7 +70,10 @@ class ServerDoors:
         self._boxes: dict[tuple[int, int], MailBox] = {}
 
     def open(self, number: int, share: NodeShare) -> None:
-        """Let the workers of this host send messages for model `number` through `share`."""
+        """Let the workers of this host send requests for model `number` through `share`.
+
+        `share` is the memory that the ranks of this host share for the model.
+        """
         server, link = self._server, self._server.link
         if not self._doors:
             for worker, rank in enumerate(server.workers):
@@ -77,11 +90,11 @@ class ServerDoors:
                 self._boxes[number, door.worker] = box
 
     def close(self, number: int) -> None:
-        """Free the memory of the messages for model `number`."""
+        """Free the memory of the requests for model `number` and of their answers."""
         self._boxes = {key: box for key, box in self._boxes.items() if key[0] != number}
 
     def listen(self) -> bool:
-        """Handle the messages that have arrived; return whether there were any."""
+        """Handle the requests that have arrived; return whether there were any."""
         acted = False
         for door in self._doors:
             line = door.rung

@@ -31,9 +31,9 @@ ANSWERED = 0
 
 
 class MailExchange(BoundExchange):
-    """Exchanges small messages with one server of this host.
+    """Exchanges small messages with one server of this host through shared memory.
 
-    `door` has the lines of counters, and `pair` has the memory of the messages.
+    `door` has the counters that announce messages, and `pair` has the memory of the messages.
     """
 
     by_messages = False
@@ -51,7 +51,11 @@ class MailExchange(BoundExchange):
     def post(
         self, link: Link, name: str, model: int, clock: int, samples: int, entered: int, note: tuple
     ) -> None:
-        """Write the header of the request, whose data are already written, and ring."""
+        """Write the header of the request, whose gradients are already written, and announce it.
+
+        The request is announced by a counter in shared memory. The arguments after `name` (the
+        model's name) are fields of the header.
+        """
         self.operation = link.trail.begin(protocol.NAMES[FLAGS], self.rank, name, clock)
         write_header(
             self.push, FLAGS, model, clock, self.push.size, ALL, ALL, samples, 0, entered, 0, 0, 0,
@@ -64,7 +68,7 @@ class MailExchange(BoundExchange):
         line[RUNG] = self._number  # written after the data, see `node_share`
 
     def is_here(self, link: Link, status) -> bool:
-        """Return whether the answer has arrived; if so, copy it."""
+        """Return whether the answer is here; if so, copy its parameters to the caller's arrays."""
         if self._answered[ANSWERED] != self._number:
             return False
         self.take(self.answer.size, link)
@@ -74,9 +78,10 @@ class MailExchange(BoundExchange):
 def exchanges(
     link: Link, ranks: Sequence[int], shards: Sequence[WholeShard], share: NodeShare | None
 ) -> list[Callable[[Mapping, Mapping], BoundExchange]]:
-    """Return, for each server, a function that makes its `BoundExchange`.
+    """Return for each server a function that makes the `BoundExchange` with it.
 
-    `ranks` are the ranks of the servers, and `shards` are their parts of the model.
+    For a server of this host it makes a `MailExchange`, which uses shared memory. `ranks` are the
+    ranks of the servers, and `shards` are their parts of the model.
     """
     make: list[Callable] = []
     for rank, shard in zip(ranks, shards, strict=True):

@@ -45,8 +45,8 @@ _ALIGNED = 64
 class NodeRanks(NamedTuple):
     """The ranks of a group on this rank's host.
 
-    `servers` maps the ranks of servers to their numbers. `why` says why the ranks share no memory;
-    it is empty if they may share memory.
+    `servers` maps the ranks of servers to their numbers. `why` says why these ranks share no
+    memory; it is empty if they may share memory.
     """
 
     topology: Topology | None = None
@@ -84,11 +84,12 @@ class NodePair(NamedTuple):
     Attributes
     ----------
     rung, answered : memoryview of int64
-        The line of the worker, and the line of the server.
+        Counters of the worker, and counters of the server, in a cache line each.
     push, answer : ndarray of uint8 or None
         For a small model, the memory of a message with a push, and of its answer.
     slots : list of ndarray of uint8
-        For a model that is sent in pieces, the ring of pieces.
+        For a model that is sent in pieces, the memory of `WINDOW` pieces, which later pieces use
+        again (a ring buffer).
     parameters : mapping of int to (int, ndarray)
         For a model that is sent in pieces: number of a tensor -> the number of the first element
         that the server holds, and the values that it holds.
@@ -153,7 +154,7 @@ class NodeShare:
         return worker in self._node.workers and server in self._node.servers
 
     def transport(self, rank: int, whole_pushes: str, stale: str) -> str:
-        """Return how the data of this model are sent between `rank` and others, see `Transport`."""
+        """Return a text that says how data are sent between `rank` and others; see `Transport`."""
         text, here = "shared memory", self._node
         peers = [*(here.servers if rank in here.workers else ())]
         peers += here.workers if rank in here.servers else ()
@@ -167,7 +168,7 @@ class NodeShare:
         return text
 
     def local_rank(self, rank: int) -> int:
-        """Return the number of a rank of the group among the ranks of this host."""
+        """Return the number of a rank of the group among the group's ranks on this host."""
         assert self._node.topology is not None
         return self._node.topology.members(self._node.topology.node).index(rank)
 
@@ -180,8 +181,9 @@ class NodeShare:
         return self._pairs[worker, server]
 
     def parameters(self, server: int) -> dict[int, np.ndarray]:
-        """Return the memory of a server's parameters by the number of the tensor, or an empty
-        dict if they are not shared.
+        """Return the memory of a server's parameters by the number of the tensor.
+
+        The dict is empty if the parameters of `server` are not in shared memory.
         """
         memory, found = self._memory[server], {}
         for tensor, _, _ in self._layout.pieces[self._node.servers[server]]:
@@ -231,10 +233,11 @@ class NodeShare:
 
 
 class Transport(NamedTuple):
-    """How the data of one model are sent, for the report of one rank.
+    """How the data of one model are sent, as texts for the report of one rank.
 
-    `whole_pushes` says why servers wait for whole pushes in every mode, and `stale` why servers
-    wait for whole pushes outside BSP. A text is empty if servers need not wait.
+    Servers may have to wait for a whole push before they update the first parameter. `whole_pushes`
+    says why they must in every mode, and `stale` why they must in modes other than BSP. A text is
+    empty if servers need not wait.
     """
 
     text: str
@@ -242,7 +245,7 @@ class Transport(NamedTuple):
     stale: str
 
     def anew(self, rank: int, share: NodeShare | None, why: str) -> Transport:
-        """Return the transport with other shared memory, or without it for the reason `why`."""
+        """Return a `Transport` for other shared memory, or for none because of the reason `why`."""
         text = f"messages: {why}"
         if share is not None:
             text = share.transport(rank, self.whole_pushes, self.stale)
@@ -278,7 +281,10 @@ def _line(memory: np.ndarray) -> memoryview:
 def share_memory(
     node: NodeRanks, layout: ServerLayout, piece_bytes: int, wait: Callable, on_gpu: bool = False
 ) -> tuple[NodeShare | None, str]:
-    """Return the shared memory of a model, or None and the reason. Collective over the host."""
+    """Make the shared memory of a model on this host. Collective over the host's ranks.
+
+    Returns (memory, "") or, if the ranks share no memory, (None, the reason).
+    """
     if node.why or not (node.workers and node.servers):
         return None, node.why or "no worker and server are on this host"
     if any(tensor.open is not None for tensor in layout.tensors):

@@ -56,7 +56,10 @@ _lock = threading.Lock()
 
 
 class NodePushStream(PushStream):
-    """The pieces of one push in the ring of a worker, with the methods of `PushStream`."""
+    """The pieces of one push that a worker of this host writes into shared memory.
+
+    It has the methods of `PushStream`, which receives pieces in messages.
+    """
 
     by_messages = False
 
@@ -75,14 +78,20 @@ class NodePushStream(PushStream):
         return self._slots[number % len(self._slots)]
 
     def use(self) -> None:
-        """Count the oldest piece as updated, so that the worker may copy the new parameters."""
+        """Mark the oldest piece as updated, so that the worker may copy the new parameters.
+
+        The worker may then also write another piece into the memory of this one.
+        """
         self._answered[ALLOWED] += 1
         self._answered[READY] += 1
         self._answered[UPDATED] += 1
 
 
 class NodeReaders:
-    """The workers of this host that may be copying parameters of one model on this server."""
+    """The workers of this host that may be copying a model's parameters from this server's memory.
+
+    The server must not update the parameters while a worker copies them.
+    """
 
     def __init__(self, pieces: int) -> None:
         self._pieces, self._pairs = pieces, dict[int, NodePair]()
@@ -91,9 +100,11 @@ class NodeReaders:
         self._left, self._since = 0, 0.0
 
     def add(self, rank: int, pair: NodePair, allowed: int, ready: int) -> None:
-        """Let a worker copy a number of pieces, some of which are ready; the others follow.
+        """Let the worker with this `rank` copy `allowed` pieces of the parameters.
 
-        The worker has copied the whole previous version, because it makes one call at a time.
+        It can copy `ready` of them at once; the others follow. `pair` is the memory that the worker
+        shares with this server. The worker has copied the whole previous version, because it makes
+        one call at a time.
         """
         self._pairs[rank] = pair
         self._sent.discard(rank)
@@ -101,9 +112,11 @@ class NodeReaders:
         pair.answered[READY] += ready
 
     def leave_memory(self, link: Link, pulls: PullStreams) -> bool:
-        """Whether an update may begin now: no worker copies, or `pulls` sends the pieces it lacks.
+        """Return whether an update may begin now, because no worker is copying parameters.
 
-        The caller keeps the parts of this version that are not sent yet, see `PullStreams.keep`.
+        If a worker has copied nothing for a while, the server stops waiting for it, and `pulls`
+        sends the pieces that the worker lacks in messages. The caller must keep the parts of this
+        version that are not sent yet, see `PullStreams.keep`.
         """
         left = {
             rank: pair.answered[ALLOWED] - pair.rung[COPIED]
@@ -138,14 +151,14 @@ class NodeReaders:
 
 
 def fence() -> None:
-    """Let other ranks see all that this rank has written, before it reads what they write."""
+    """Make all that this rank has written visible to other ranks before its next reads."""
     # Processors of type x86 delay writes beyond later reads, but not beyond a locked instruction.
     with _lock:
         pass
 
 
 class NodeClientStream:
-    """The pieces of one push_pull of this worker with a server of its host.
+    """The pieces of one push_pull between this worker and a server of its host, in shared memory.
 
     Parameters
     ----------
@@ -156,9 +169,12 @@ class NodeClientStream:
     pieces : sequence of WirePiece
         The pieces of the server's part of the model.
     pair : NodePair
+        The memory that the worker and the server share.
     out : mapping of str to ndarray
+        The arrays that receive the parameters.
     gradients : mapping of str to ndarray, optional
-        The gradients to put into the ring. Without them, the stream only copies the parameters.
+        The gradients to write to the shared memory. Without them, the object only copies the
+        parameters.
     sends : ClientStream, optional
         The pieces of a push in messages.
     """
@@ -189,11 +205,14 @@ class NodeClientStream:
 
     @property
     def handed(self) -> bool:
-        """Whether the next server may be asked."""
+        """Whether the worker may ask the next server."""
         return self._rest is None or self._rest.handed
 
     def is_here(self, incoming: Incoming) -> bool:
-        """Write more pieces to the ring, and copy answers; return whether all pieces are done."""
+        """Write more gradients to shared memory, and copy parameters; return whether all is done.
+
+        `incoming` is the message with the header of the answer.
+        """
         if self._rest is not None:  # pieces that are sent in messages
             if not self._rest.progress():
                 return False

@@ -32,13 +32,13 @@ from .wire_pieces import WirePiece, allowed, cut_shard
 
 
 class PushStream:
-    """The pieces of one push from the rank `source`, if each piece is answered when updated.
+    """Receives the pieces of one push from the rank `source`; the server answers each piece.
 
     Attributes
     ----------
     source : int
     by_messages : bool
-        Whether the worker gets the answer in messages.
+        Whether the worker gets the answer in messages, and not from shared memory.
     """
 
     by_messages = True
@@ -69,10 +69,10 @@ class PushStream:
 
 
 class PieceViews(NamedTuple):
-    """Views of the parameters and of the optimizer's state in one piece of a shard.
+    """Views of the parameters and of the optimizer's state that one piece of a message covers.
 
     `places` has, for each view, the dict and the key where the optimizer expects this array.
-    `memory` has the bytes of the parameters, if the piece has only one span.
+    `memory` has the bytes of the parameters, if the piece covers a range of only one tensor.
     """
 
     piece: WirePiece
@@ -83,9 +83,10 @@ class PieceViews(NamedTuple):
 
 
 class ShardPieces:
-    """The pieces of a server's shard, each with NumPy views of the arrays that it covers.
+    """The parts of a server's parameters that are updated and sent as one piece each.
 
-    The views are made once. If the optimizer replaces an array, they are made again.
+    Each piece has NumPy views of the arrays that it covers. They are made once; if the optimizer
+    replaces an array, they are made again.
 
     Attributes
     ----------
@@ -100,7 +101,7 @@ class ShardPieces:
         self._scalars: dict[tuple[str, ...], np.ndarray] = {}
 
     def begin(self) -> None:
-        """Begin an update: copy the optimizer's scalars (such as Adam's step count) for all pieces.
+        """Begin an update in pieces: copy the optimizer's scalars, such as Adam's step count.
 
         Each piece starts from these copies, so that every piece is updated with the same scalars.
         """
@@ -117,7 +118,10 @@ class ShardPieces:
             before[...] = leaf
 
     def update(self, number: int, gradients: Mapping[str, np.ndarray], weight: float = 1.0) -> None:
-        """Update one piece. `gradients` has the same keys as the parameters of the shard."""
+        """Update the parameters in piece `number` by their gradients.
+
+        `gradients` has the keys that `ServerShard.parameters` has for these tensors.
+        """
         views = self.views(number)
         for _, before, scalar in self._before:
             scalar[...] = before
@@ -147,7 +151,7 @@ class ShardPieces:
         return found
 
     def answer(self, number: int, ranks: Sequence[int], sends: PieceSends) -> None:
-        """Send one piece of the parameters to ranks."""
+        """Begin to send the parameters in piece `number` to these ranks, through `sends`."""
         if not ranks:
             return
         piece, parameters, _, _, memory = self.views(number)
@@ -190,7 +194,9 @@ class ShardPieces:
 
 
 class StreamedUpdate:
-    """One update of a shard, piece by piece, and the answers to the workers that push in pieces.
+    """One update of a server's parameters, piece by piece, with the answers to the workers.
+
+    A piece is updated and answered as soon as all workers that push in pieces have sent it.
 
     Parameters
     ----------
@@ -289,7 +295,7 @@ class StreamedUpdate:
 
 
 class ScaledPush:
-    """A push that came in one message, of which `add` adds a part, times its share, to a sum."""
+    """The gradients of a push that came in one message, multiplied by the push's share."""
 
     def __init__(self, shard: ServerShard, share: float, parts: Parts):
         self._found: dict[int, tuple[np.ndarray | None, np.ndarray]] = {}
@@ -305,7 +311,11 @@ class ScaledPush:
             self._found[tensor] = rows, values
 
     def add(self, tensor: int, first: int, total: np.ndarray) -> None:
-        """Add the push's part of a tensor, from element `first` of the shard on, to `total`."""
+        """Add these gradients to `total`, for a range of the tensor with the number `tensor`.
+
+        The range begins at element `first` of what the server holds of the tensor, and has the
+        length of `total`.
+        """
         if tensor not in self._found:
             return
         rows, values = self._found[tensor]

@@ -20,7 +20,10 @@ _UPDATES = 3
 
 
 def has_the_same_bits(optimizer) -> bool:
-    """Return whether an optimizer updates a small model equally as a whole and in pieces."""
+    """Return whether updates in pieces give the same bits as updates of the whole model.
+
+    The optimizer updates copies of a small model in both ways, on this rank only.
+    """
     if not updates_in_pieces(optimizer):
         return False
     try:

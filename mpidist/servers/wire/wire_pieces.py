@@ -44,7 +44,10 @@ _ALIGN = 8
 
 
 class PieceSpan(NamedTuple):
-    """The elements ``start:stop`` of a flattened tensor. They begin at byte `at` of a piece."""
+    """A range of a tensor in a piece of a message: elements ``start:stop`` of the flattened tensor.
+
+    The range begins at byte `at` of the piece.
+    """
 
     tensor: int
     start: int
@@ -53,9 +56,10 @@ class PieceSpan(NamedTuple):
 
 
 class WirePiece(NamedTuple):
-    """One message: its spans, and bytes ``start:stop`` of the data of a whole message.
+    """A piece of a push or an answer that is sent as one message.
 
-    A piece with one span is not copied.
+    It has ranges of one or several tensors (`spans`), and is bytes ``start:stop`` of the data of
+    the whole push or answer. A piece with one range is not copied before it is sent.
     """
 
     spans: tuple[PieceSpan, ...]
@@ -64,19 +68,25 @@ class WirePiece(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The length in bytes."""
+        """The length of the piece in bytes."""
         return self.stop - self.start
 
 
 def piece_limit(hosts: Collection[str], nbytes: int) -> int:
-    """Return the largest size of a piece for a group on these hosts, with `nbytes` on a server."""
+    """Return the largest size of a piece of a message, for a group whose ranks are on these hosts.
+
+    `nbytes` is how many bytes of parameters a server holds.
+    """
     if len(hosts) > 1:
         return PIECE_BYTES
     return min(NODE_PIECE_BYTES, max(2 * PIECE_BYTES, nbytes // 8))
 
 
 def cut_shard(layout: ServerLayout, server: int, limit: int) -> list[WirePiece]:
-    """Return the pieces of the part on `server`, each of at most `limit` bytes (rounded to 8)."""
+    """Return the pieces in which the parameters that `server` holds are sent.
+
+    Each piece has at most `limit` bytes (rounded to 8).
+    """
     limit = max(_ALIGN, limit // _ALIGN * _ALIGN)
     found: list[WirePiece] = []
     spans: list[PieceSpan] = []
@@ -110,6 +120,6 @@ def allowed(pieces: int, begun: int, done: int) -> range:
     """Return the numbers of the pieces that may begin to be sent or received now.
 
     Of all `pieces`, the first `begun` pieces have begun, and the first `done` pieces are answered
-    (or used).
+    (or their memory is free again). At most `WINDOW` pieces are between the two.
     """
     return range(begun, min(pieces, done + WINDOW))
