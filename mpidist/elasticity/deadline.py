@@ -1,4 +1,4 @@
-"""The deadlines of an elastic group, after which a rank is evicted. This module uses no MPI."""
+"""The times after which the other ranks evict (kill) a rank that holds them up. Uses no MPI."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ FIRST = 10
 
 
 class EvictionLimits(NamedTuple):
-    """The seconds after which a stopped, silent or late rank is evicted; `inf` for never."""
+    """The seconds after which a rank is evicted (killed by the other ranks); `inf` for never.
+
+    `stopped` is for a process that a signal has stopped, `silent` for one whose threads do not run,
+    and `late` for one that computes while others wait.
+    """
 
     stopped: float
     silent: float
@@ -31,10 +35,10 @@ class EvictionLimits(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """The longest time between two checks that both find a rank stopped.
+        """The longest time between two checks of which both count for the same stop of a process.
 
-        If more time lies between the checks, the rank may have run in between, and its stop counts
-        from the second check.
+        If both checks find the process stopped, but more time lies between them, it may have run in
+        between. Then the time for which it is stopped counts from the second check.
         """
         return max(0.1, min(1.0, self.stopped / 2))
 
@@ -45,10 +49,11 @@ class EvictionLimits(NamedTuple):
 
 
 class Deadline(NamedTuple):
-    """The arguments `deadline` and `slow` of an elastic group, after a check.
+    """The checked arguments `deadline` and `slow`, which say when a rank is evicted (killed).
 
-    `late` is a number of seconds; 0 means "auto", and `inf` means "stopped". `slow` is a factor; 0
-    means that slow ranks are not evicted.
+    `late` is the seconds for which a rank may compute while others wait: 0 for the argument "auto",
+    and `inf` for "stopped". `slow` is how many times as long as the others a rank may need for a
+    step; 0 means any time.
     """
 
     late: float = inf
@@ -57,10 +62,12 @@ class Deadline(NamedTuple):
     def limits(
         self, steps: Sequence[float], first: bool = False, repairs: bool = False
     ) -> EvictionLimits:
-        """Return the limits in seconds. `steps` are the times of this rank's newest steps.
+        """Return after how many seconds a rank is evicted (killed by the other ranks).
+
+        `steps` are the times of this rank's newest steps.
 
         `first` says whether this is the first step, or the first step after a change of the group.
-        `repairs` says whether this rank repairs the group at the moment.
+        `repairs` says whether the ranks form a new communicator after a death at the moment.
         """
         late, stopped = self.late, PATIENCE if self.late == inf else self.late
         if self.late == 0:
@@ -75,7 +82,7 @@ class Deadline(NamedTuple):
 
 
 def parse_deadline(deadline="stopped", slow=0) -> Deadline:
-    """Check the arguments `deadline` and `slow` of an elastic group; raise ConfigError."""
+    """Return the arguments `deadline` and `slow` of `md.elastic`, or raise ConfigError."""
     if isinstance(deadline, str):
         late = {"stopped": inf, "auto": 0.0}.get(deadline)
     else:

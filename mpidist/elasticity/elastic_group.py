@@ -78,7 +78,7 @@ class Group:
     rank, size : int
         The rank of this process in `comm`, and the number of living ranks.
     step : int
-        The number of the next step; all steps before are done on this rank.
+        The number of this rank's next step; this rank has done all steps before it.
     deaths, evicted : int
         How many ranks have died so far, and how many of them were evicted (killed by the other
         ranks, for example because they were stopped, hung or were slow).
@@ -130,7 +130,7 @@ class Group:
 
     @property
     def is_spare(self) -> bool:
-        """Whether this rank is a waiting spare; then `comm` is ``MPI.COMM_NULL``."""
+        """Whether this rank waits to replace a dead rank; then `comm` is ``MPI.COMM_NULL``."""
         return self.comm == MPI.COMM_NULL
 
     @property
@@ -144,11 +144,11 @@ class Group:
         return self.comm.size
 
     def on_resize(self, function: Callable[[int, int], Any]) -> None:
-        """Call ``function(old_size, new_size)`` on all living ranks after each death.
+        """Register a function that is called as ``function(old_size, new_size)`` after each death.
 
-        The function is called when the state is up to date, before the step is repeated; it is also
-        called on parameter servers. The function may make new arenas, plans and communicators from
-        `comm`.
+        All living ranks call it, parameter servers too, when their state is up to date and before
+        the interrupted step is repeated. The function may make new arenas, plans and communicators
+        from `comm`.
         """
         self._on_resize.append(function)
 
@@ -245,12 +245,13 @@ class Group:
         decode: Callable[[bytes], Any] = lambda text: None,
         broken: Callable[[], Any] = lambda: None,
     ) -> T:
-        """Call `function`, call it again after each death, and return its result. Collective.
+        """Call `function`, and again after each death of a rank; return its result. Collective.
 
-        `broken` is called after a death, before the repair. A spare waits until it replaces a dead
-        rank, and then calls `function`, too. A spare that is never needed returns the result of
-        rank 0, which is sent as bytes: `encode` returns at most 4,000 bytes, and `decode` reads
-        them. If the other ranks end without a result, the process of the spare exits.
+        `broken` is called after a death, before the living ranks form a new communicator. A spare
+        waits until it replaces a dead rank, and then calls `function`, too. A spare that is never
+        needed returns the result of rank 0, which is sent as bytes: `encode` returns at most 4,000
+        bytes, and `decode` reads them. If the other ranks end without a result, the process of the
+        spare exits.
         """
         working.append(self)
         try:

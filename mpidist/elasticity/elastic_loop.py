@@ -56,9 +56,12 @@ def _open(comm, state, min_ranks, deadline, restarts: bool, spares=0) -> Group:
 
 
 def check_possible(comm, min_ranks, spares=0) -> dict:
-    """Check and return the settings of a group; raise ConfigError if no group can be made.
+    """Check that this job can go on after a death; return the settings of its elastic group.
 
-    Not collective by itself: call this function on all ranks by `same_on_all`.
+    Raises ConfigError if it cannot, for example because the MPI library has no ULFM.
+
+    This function itself sends no messages. Call it on all ranks through `same_on_all`, which
+    compares the returned settings.
     """
     if checked_whole("spares", spares, 0) >= comm.size:
         raise ConfigError(f"spares={spares}: at least one of {comm.size} ranks must work")

@@ -58,7 +58,7 @@ class Elastic:
 
     @property
     def every(self) -> int | str | None:
-        """The argument `every` of `MemoryCopies`; None if no copies are made."""
+        """How often nodes copy the state to memory (`every` of `MemoryCopies`); None for never."""
         return {"memory": "auto 1h", "none": None}.get(str(self.copies), self.copies)
 
 

@@ -39,7 +39,7 @@ from .node_board import (
 
 
 class Eviction(NamedTuple):
-    """A rank that is evicted, the cause, and how many seconds the others have waited for it."""
+    """A rank that the others must evict (kill), the cause, and how long they have waited for it."""
 
     rank: int
     why: int
@@ -49,18 +49,18 @@ class Eviction(NamedTuple):
 def whom_to_evict(
     records: Sequence[Record], now: float, limits: EvictionLimits, fresh: float = -inf
 ) -> tuple[list[Eviction], float]:
-    """Return the ranks of this node that must be evicted now, and the time of the next check.
+    """Return the ranks of this node that must be evicted (killed) now, and when to check again.
 
     Parameters
     ----------
     records : sequence of Record
-        The records of the living ranks of the node.
+        What the living ranks of the node show of themselves: see `node_board`.
     now : float
     limits : EvictionLimits
     fresh : float
-        The time since which the caller itself has run without being stopped. Earlier times count as
-        this time. So if a batch system stops the whole job and continues it later, no rank is
-        evicted because of the pause.
+        The time since which the calling process itself has run without being stopped. All earlier
+        times in `records` count as this time. So if a batch system stops the whole job and
+        continues it later, no rank is evicted because of the pause.
     """
     late = {
         one.rank: one
@@ -92,10 +92,12 @@ def whom_to_evict(
 
 
 def update_stop(one: Record, now: float, gap: float) -> Record:
-    """Return the record with updated times at which the process was first and last seen stopped.
+    """Update, after a check, since when the process of a record is stopped; return the record.
 
-    If the process has shown a sign of life since it was first seen stopped, or if no rank has
-    looked for `gap` seconds, the process may have run in between, so the stop counts from now.
+    The field `seen` is the time since which the process counts as stopped, and `last` is the time
+    of this check; both are 0 if the process is not stopped. If the process has shown a sign of life
+    since `seen`, or if no rank has checked for `gap` seconds, the process may have run in between,
+    so its stop counts from now.
     """
     if one.state != "T":
         return one._replace(seen=0.0, last=0.0)
@@ -105,7 +107,7 @@ def update_stop(one: Record, now: float, gap: float) -> Record:
 
 
 def kill(one: Record) -> bool:
-    """Kill the process of a record by SIGKILL; return whether the process still existed.
+    """Kill the process that a record describes by SIGKILL; return whether it still existed.
 
     If another process now has the same process number, it is not killed.
     """
@@ -142,7 +144,10 @@ def end_itself(line: str, why: str, **facts) -> None:
 
 
 def cause_in_words(why: int, amount: float) -> str:
-    """Return in words why a rank was evicted, as a part of a sentence about that rank."""
+    """Return in words why a rank was evicted (killed), as a part of a sentence about that rank.
+
+    `why` is the number of the cause, and `amount` its seconds, factor or step.
+    """
     seconds = f"{amount:.0f} s" if amount >= 2 else f"{amount:.1f} s"
     return {
         STOPPED: f"was stopped for {seconds}",

@@ -41,10 +41,12 @@ _SEEN, _LAST, _WHY, _AMOUNT, _FIELDS = range(8, 13)
 class Record(NamedTuple):
     """The record of one rank of the node. Times are in seconds of CLOCK_MONOTONIC.
 
-    `rank` is the rank in the communicator with which the board was made. `since` is the time at
-    which the phase began, or at which the rank finished its newest step in this phase. `seen` and
-    `last` are the first and the last time at which another rank saw that the process was stopped.
-    `state` is the state letter in /proc/PID/stat, or "X" if the process has ended.
+    `rank` is the rank in the communicator with which the board was made. `beat` is the time of the
+    rank's last sign of life. `phase` is the number of what the rank does, such as waiting or
+    saving. `since` is the time at which the phase began, or at which the rank finished its newest
+    step in this phase. `seen` and `last` are the first and the last time at which another rank saw
+    that the process was stopped. `state` is the state letter in /proc/PID/stat, or "X" if the
+    process has ended.
     """
 
     rank: int
@@ -60,7 +62,7 @@ class Record(NamedTuple):
 
 
 class NodeBoard:
-    """The records of all ranks of this node. Collective over `comm`.
+    """Shared memory with a record of what each rank of this node does. Collective over `comm`.
 
     Attributes
     ----------
@@ -69,8 +71,8 @@ class NodeBoard:
     rank : int
         The rank of this process in `comm`. This number stays the same when other ranks die.
     fates : dict of int -> (int, float)
-        For each rank whose eviction this process knows of: the cause, and the amount that belongs
-        to the cause (seconds, a factor or a step).
+        For each rank that was evicted (killed by other ranks), as far as this process knows: the
+        cause, and the amount that belongs to the cause (seconds, a factor or a step).
     """
 
     def __init__(self, comm: MPI.Intracomm):
@@ -101,22 +103,25 @@ class NodeBoard:
     # -- the record of this rank -----------------------------------------------------------
 
     def beat(self, now: float) -> None:
-        """Show that the threads of this process are running."""
+        """Write `now` to this rank's record as a sign of life: the threads of this process run."""
         self._mine[_BEAT] = now
 
     def last_beat(self) -> float:
-        """Return the time of the newest beat of this rank."""
+        """Return the time of this rank's last sign of life, which `beat` has written."""
         return self._mine[_BEAT]
 
     def show(self, phase: int, now: float) -> int:
-        """Show that `phase` begins; return the phase before."""
+        """Show the other ranks that this rank begins `phase`; return its last phase.
+
+        A phase is the number of what a rank does, such as waiting or saving.
+        """
         before, self._mine[_SINCE] = int(self._mine[_PHASE]), now
         # Written after the time, so that no reader finds a new phase with an old time.
         self._mine[_PHASE] = phase
         return before
 
     def show_step(self, step: int, now: float) -> None:
-        """Show that this rank has now done all steps before `step`."""
+        """Show the other ranks that this rank has now done all steps before `step`."""
         self._mine[_STEP], self._mine[_SINCE] = step, now
 
     # -- all records -----------------------------------------------------------------------
@@ -141,29 +146,36 @@ class NodeBoard:
         return sorted(found)
 
     def note_stop(self, one: Record) -> None:
-        """Write the times `seen` and `last` of a record to the board, for all ranks of the node."""
+        """Write to the board when rank ``one.rank`` was first and last seen stopped (SIGSTOP)."""
         view = self._view(one.rank)
         view[_SEEN], view[_LAST] = one.seen, one.last
 
     def note_fate(self, rank: int, why: int, amount: float) -> None:
-        """Write why a rank is evicted: the cause (0 for none), and the seconds, factor or step."""
+        """Write to the board why a rank is evicted (killed).
+
+        `why` is the number of the cause, 0 for none. `amount` is the seconds, factor or step that
+        belongs to it.
+        """
         self.fates[rank] = why, amount
         if (view := self._view(rank)) is not None:
             view[_AMOUNT] = amount
             view[_WHY] = why
 
     def fate(self, rank: int) -> tuple[int, float]:
-        """Return the cause of the eviction of `rank`, and its amount; (0, 0.0) if none is known."""
+        """Return why `rank` was evicted (killed): (number of the cause, seconds, factor or step).
+
+        The result is (0, 0.0) if no cause is known.
+        """
         view = self._view(rank)
         if view is not None and view[_WHY]:
             return int(view[_WHY]), view[_AMOUNT]
         return self.fates.get(rank, (0, 0.0))
 
     def agree_on_fates(self, comm: MPI.Intracomm) -> None:
-        """Exchange which ranks were evicted and why, between all ranks. Collective over `comm`.
+        """Tell all ranks which ranks were evicted (killed), and why. Collective over `comm`.
 
-        The message has an entry for each rank of the original communicator, dead or not. Its length
-        must not depend on known deaths, because ranks may know of different deaths.
+        The message has an entry for each rank of the original communicator, dead or not. The length
+        of the message does not depend on known deaths, because ranks may know of different deaths.
         """
         known = np.array([self.fate(rank) for rank in range(self.ranks)], float)
         wait_for([comm.Iallreduce(MPI.IN_PLACE, known, MPI.MAX)], known)
@@ -174,12 +186,12 @@ class NodeBoard:
         return next((one for one in self._records if one[_PID] and one[_RANK] == rank), None)
 
     def withdraw(self) -> None:
-        """Remove the record of this rank, so that no other rank watches this process."""
+        """Clear this rank's record, so that the other ranks no longer watch this process."""
         self._mine[_PID] = 0
 
 
 def state_of(one: Record) -> str:
-    """Return the state letter of the process of a record, or "X" if the process has ended."""
+    """Return the state letter (as in /proc/PID/stat) of a record's process; "X" if it has ended."""
     state, birth = state_and_birth(one.pid)
     return "X" if birth != one.born or state in "ZX" else state
 

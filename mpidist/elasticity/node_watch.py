@@ -30,7 +30,10 @@ _STEPS = 64
 
 
 class NodeWatch:
-    """Watches the other ranks of this rank's node. `polling.board` is this object until `close`."""
+    """Watches the other ranks of this rank's node, and evicts (kills) ranks that hold others up.
+
+    Until `close`, waits of this rank reach this object as `polling.board`.
+    """
 
     def __init__(self, board: NodeBoard, deadline: Deadline):
         self.board, self.deadline = board, deadline
@@ -58,12 +61,12 @@ class NodeWatch:
     # -- what this rank shows --------------------------------------------------------------
 
     def begin_wait(self, now: float) -> int:
-        """Show that the main thread waits from now on; return the phase before."""
+        """Show the other ranks that the main thread waits from now on; return its last phase."""
         self.next_look = now + LOOK
         return self.board.show(WAIT, now)
 
     def step_done(self, step: int) -> None:
-        """Show that this rank has done all steps before `step`."""
+        """Show the other ranks that this rank has done all steps before `step`."""
         now = time.monotonic()
         self.board.show_step(step, now)
         if not self._first:
@@ -71,12 +74,15 @@ class NodeWatch:
         self._last_step, self._first = now, False
 
     def begin_steps(self) -> None:
-        """Show that this rank does steps from now on."""
+        """Show the other ranks that this rank does steps from now on, so that it may be late."""
         self._last_step, self._first = time.monotonic(), True
         self.board.show(COMPUTE, self._last_step)
 
     def end_steps(self, phase: int = PLAN) -> None:
-        """Show that this rank does no more steps, and is in `phase` instead, by default PLAN."""
+        """Show the other ranks that this rank does no more steps, so that it cannot be late.
+
+        `phase` is what it does instead, by default PLAN, which may take any time.
+        """
         self.board.show(phase, time.monotonic())
 
     def close(self) -> None:
@@ -89,7 +95,7 @@ class NodeWatch:
     # -- the others ------------------------------------------------------------------------
 
     def look(self, now: float, main: bool = True) -> None:
-        """If this rank has to check the ranks of the node, check them, and evict some if needed.
+        """Check the ranks of the node, if it is this rank's turn, and evict (kill) some if needed.
 
         `main` says whether the main thread calls this method, and not the watch thread.
         """

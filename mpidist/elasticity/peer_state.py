@@ -39,9 +39,10 @@ _TAG = 8
 
 
 def leaves_of(state: State) -> list[tuple[Path, Any]]:
-    """Return (path, leaf) for each array and number of a state.
+    """Return (path, leaf) for each leaf (array or number) of a state, a nested dict.
 
-    Raises ConfigError for a leaf that cannot be replaced by the leaf of another rank.
+    Raises ConfigError for a leaf that cannot be replaced by the leaf of another rank. A path is the
+    sequence of keys that leads to a leaf.
     """
     found = [*leaves(state() if callable(state) else state)]
     for path, leaf in found:

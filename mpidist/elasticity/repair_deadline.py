@@ -1,4 +1,6 @@
-"""The deadline of a repair: a rank whose repair takes too long ends its process.
+"""A time limit for the repair after a death: a rank whose repair takes too long ends itself.
+
+In a repair, the living ranks form a new communicator, in these phases:
 
     MEET      wait for all living ranks           10 s and three times the longest step so far
     SHRINK    make a smaller communicator          5 s
@@ -6,10 +8,10 @@
 
 If another rank dies at a bad moment, Open MPI 5.0.11 may hang in these phases. A rank cannot cancel
 its own blocking call of MPI. Therefore a thread that does not use MPI watches the clock. When a
-phase takes longer than its limit, the thread notes this in the heartbeat file and kills the
-process. `mpidist launch` then kills the other ranks, and starts the job again. Without
-`mpidist launch`, the process prints the reason and exits with code 70. The other ranks wait for
-this rank until their own deadlines pass, and then they end, too.
+phase takes longer than its limit, the thread writes this to the rank's heartbeat file and kills the
+process. `mpidist launch` then kills the other ranks, and starts the job again. Without `mpidist
+launch`, the process prints the reason and exits with code 70. The other ranks wait for this rank
+until their own deadlines pass, and then they end, too.
 
 MEET is longer than the other phases, because a living rank may be in the middle of a step, and
 because the ranks may first have to evict a stopped rank.
@@ -35,7 +37,7 @@ UNKNOWN_STEP, STATE_RATE = 20.0, 100e6
 
 
 class RepairDeadline:
-    """A context manager for a repair, which ends this process if a phase takes too long.
+    """A context manager for the repair after a death: a phase that takes too long ends the process.
 
     Parameters
     ----------
@@ -61,7 +63,10 @@ class RepairDeadline:
         self.begin("end")
 
     def begin(self, phase: str) -> None:
-        """Begin a phase, and end the previous phase. The phase "" may take any time."""
+        """Begin a phase of the repair, such as SHRINK, and end the phase before.
+
+        The phase "" may take any time.
+        """
         more = {"MEET": 3 * self._step_seconds, "REBUILD": self._state_seconds}.get(phase, 0.0)
         with self._changed:
             self._phase = phase

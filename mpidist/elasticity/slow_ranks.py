@@ -1,4 +1,4 @@
-"""Evict ranks that are much slower than the others, at the end of a step (``slow = F``).
+"""Evict (end) ranks that are much slower than the others, at the end of a step (``slow = F``).
 
 Each rank measures its own time of each step, and the ranks exchange the times every ten steps
 (`fault_tolerance.stragglers`). All ranks then have the same times, so they find the same slow ranks
@@ -20,11 +20,12 @@ from .node_board import SLOW, NodeBoard
 
 
 class SlowRanks:
-    """Evicts ranks that are slow in two windows in a row. Collective over ``stragglers.comm``.
+    """Evicts ranks that were slow in the last 20 steps. Collective over ``stragglers.comm``.
 
-    A window is ten steps. After each change of the group, make a new `Stragglers` and a new
-    `SlowRanks`. Call `end_of_step` on all ranks at the end of each step, after the step is done and
-    after ``stragglers.note``:
+    A rank is evicted (its process ends) if it is slow in two windows in a row; a window is ten
+    steps. After each change of the group, make a new `Stragglers` and a new `SlowRanks`. Call
+    `end_of_step` on all ranks at the end of each step, after the step is done and after
+    ``stragglers.note``:
 
     >>> stragglers = Stragglers(group.comm)
     >>> slow = SlowRanks(stragglers, factor, group.min_ranks, group.watch.board, names)
@@ -43,7 +44,7 @@ class SlowRanks:
     min_ranks : int
         The smallest number of ranks that must remain.
     board : NodeBoard, optional
-        The board on which the cause of an eviction is written, for the other ranks of the group.
+        The shared memory to which a rank writes why it ends, for the other ranks of the node.
     ranks : sequence of int, optional
         For each rank of ``stragglers.comm``, its rank in the communicator of the board. By default,
         both communicators have the same ranks.
@@ -63,7 +64,7 @@ class SlowRanks:
         self._judged, self._before = 0, dict[int, float]()
 
     def end_of_step(self) -> list[int]:
-        """Return the ranks that are evicted now. If this rank is one of them, end this process.
+        """Return the ranks that end now because they are slow. If this rank is one of them, end it.
 
         Collective. Sends no messages, with one exception: before the first eviction, the ranks
         exchange which of them share cores.
@@ -90,9 +91,11 @@ class SlowRanks:
 
 
 def slow_ranks(times: np.ndarray, factor: float) -> dict[int, float]:
-    """Return the ranks that are `factor` times slower than the median of the others in a window.
+    """Return {rank: factor}: the ranks that were much slower than the others in ten steps.
 
-    `times` is an array (ranks, phases). The result is a dict: rank -> by which factor it is slower.
+    A rank is slow if its time is at least `factor` times the median of the other ranks' times.
+    `times` is an array (ranks, phases): the seconds per step of each phase of a step. The result
+    has, for each slow rank, by which factor it is slower.
     """
     totals = times.sum(axis=1)
     return {

@@ -1,4 +1,6 @@
-"""Try once whether ranks really go on after a death, before `mpidist launch` relies on it.
+"""Try with two ranks whether a rank really goes on after the death of another rank.
+
+`mpidist launch` does this once before it relies on it.
 
 A launcher may accept ``--with-ft ulfm`` although its MPI library was built without ULFM, or with a
 runtime of another version. So `mpidist launch --elastic` first starts a trial with two ranks. One
@@ -46,7 +48,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def check_survival(words: Sequence[str], version: str) -> None:
-    """Start two ranks by `words`; raise ConfigError if one does not survive the other one's death.
+    """Start two ranks by `words`, and let one die; raise ConfigError if the other dies, too.
 
     If the trial cannot start, for example because all slots are in use, its result is unknown. Then
     no error is raised, and the next call tries again.

@@ -86,7 +86,7 @@ def checksum(x) -> int:
 
 
 def divergence(facts: Sequence[Mapping[str, str]], step: int | None = None) -> ReplicaError:
-    """Return the error that names the ranks and tensors that differ.
+    """Return the error for unequal replicas, which names the ranks and tensors that differ.
 
     `facts` has, for each rank, a mapping of tensor names to texts with shape, dtype and CRC.
     """

@@ -25,7 +25,7 @@ SHARE_BOUND, LEAST_STEPS, LEAST_SECONDS = 0.5, 20, 10.0
 
 
 class StepTimes:
-    """The times of the steps of this worker."""
+    """Collects how long each step of this worker computed and communicated."""
 
     def __init__(self) -> None:
         self.steps, self.compute, self.data, self.exchange = 0, 0.0, 0.0, 0.0
@@ -53,7 +53,10 @@ class StepTimes:
 
 
 def summarize_steps(workers: Sequence[dict]) -> dict:
-    """Return the share of communication over all workers, and a histogram for each worker.
+    """Return a dict for the summary of a run: how much of the step times was communication.
+
+    `workers` has the result of `StepTimes.facts` of each worker. The result also has a histogram of
+    step times for each worker.
 
     ``edges_ms`` has the upper ends of the bins that are in use, in milliseconds. ``counts`` of a
     worker has its number of steps in each bin, and last the number of longer steps.

@@ -196,21 +196,22 @@ class Guard:
 
     @property
     def flag(self) -> int:
-        """1 if this rank wants to stop, otherwise 0; a loop may reduce this flag with its own data.
+        """1 if this rank wants to stop the run, otherwise 0.
 
-        Read `flag` once per step.
+        A loop can add this flag to a reduction of its own, and pass the result to `heard`. Read
+        `flag` once per step.
         """
         return int(self._wish() != 0)
 
     def fits(self, comm: MPI.Intracomm | None = None, wait=wait_until) -> bool:
         """Return whether a save that begins now can end before the allocation does.
 
-        Collective over `comm`, which has the ranks that save; by default, they are all ranks that
-        run the training loop.
-        Returns true if the guard has no ``time_limit="auto"``, or if there was no earlier save from
-        which to estimate the time. The argument `wait` is a function that waits for an MPI request:
-        it calls the request's ``Test`` until ``Test`` returns true. A rank that is also a parameter
-        server passes a `wait` that answers workers' requests between these calls.
+        Collective over `comm`, which has the ranks that save; by default, these are all ranks that
+        run the training loop. Returns true if the guard has no ``time_limit="auto"``, or if there
+        was no earlier save from which to estimate the time. The argument `wait` is a function that
+        waits for an MPI request: it calls the request's ``Test`` until ``Test`` returns true. A
+        rank that is also a parameter server passes a `wait` that answers workers' requests between
+        these calls.
         """
         if self._allotment is None:
             return True
@@ -324,11 +325,13 @@ class Guard:
         raise error
 
     def losses(self) -> list[float]:
-        """Return the losses of earlier steps that `check_loss` needs, for `take_over`."""
+        """Return the losses of earlier steps that `check_loss` compares, for `take_over`."""
         return [self._best, *self._losses]
 
     def take_over(self, earlier: Guard | None, losses: Sequence[float]) -> None:
-        """Continue an `earlier` guard of this rank: keep its requests to stop and its deadline.
+        """Continue this rank's `earlier` guard, which has ended because another rank has died.
+
+        This guard keeps the requests to stop and the time limit of the `earlier` guard.
 
         `losses` is the result of ``earlier.losses()``, from this or another rank.
         """

@@ -1,17 +1,17 @@
-"""The ranks' part in a hand-over, in which a second attempt with more ranks continues a run.
+"""The ranks' part when a training run moves from its present ranks to more, newly started ranks.
 
     launch     mpidist grow               asks        decides
     2 ranks    steps ...................... last step, state .. | leave
     4 ranks    import, MPI_Init, data, wait . . . . . . . . . . | restore, steps
 
-An attempt is one start of the job by `mpidist launch`. `mpidist launch` starts the second attempt
-while the first attempt trains. The new ranks import modules, initialise MPI and open the data, and
-then wait for the state of the run. The old ranks and `mpidist launch` exchange files in the folder
-of the first attempt: CAN, ASKED, HANDED and DECIDED (`launch.heartbeat`). The new ranks write READY
-to the folder of their own attempt. Only one of the two attempts may write to the run's folder, and
-the file DECIDED says which one. DECIDED can be made only once: either by `mpidist launch`, which
-decides for the new ranks, or by the old ranks, which decide for themselves if they have waited too
-long.
+This is called a hand-over. An attempt is one start of the job by `mpidist launch`. `mpidist launch`
+starts the second attempt while the first attempt trains. The new ranks import modules, initialise
+MPI and open the data, and then wait for the state of the run. The old ranks and `mpidist launch`
+exchange files in the folder of the first attempt: CAN, ASKED, HANDED and DECIDED
+(`launch.heartbeat`). The new ranks write READY to the folder of their own attempt. Only one of the
+two attempts may write to the run's folder, and the file DECIDED says which one. DECIDED can be made
+only once: either by `mpidist launch`, which decides for the new ranks, or by the old ranks, which
+decide for themselves if they have waited too long.
 """
 
 from __future__ import annotations
@@ -42,15 +42,18 @@ _turn_has_come = False
 
 
 def is_waiting() -> bool:
-    """Whether the previous attempt still trains, so that this one must not write to the run yet."""
+    """Whether this start of the job must wait, and not write to the run's folder yet.
+
+    It waits while the previous start of the job with fewer ranks still trains.
+    """
     return attempt_before() is not None and not _turn_has_come
 
 
 def wait_for_turn(comm) -> str:
-    """Wait until the previous attempt hands the run over. Collective over `comm`.
+    """Wait until the job's previous start leaves the run to these ranks. Collective over `comm`.
 
-    Returns where the state is: `heartbeat.IN_MEMORY` or `heartbeat.IN_STORE`. Returns "" if this
-    attempt need not wait, or has already waited.
+    Returns where the state of the run is: `heartbeat.IN_MEMORY` or `heartbeat.IN_STORE`. Returns ""
+    if no previous start of the job trains, or if these ranks have already waited.
     """
     before = attempt_before()
     if before is None:
@@ -83,7 +86,10 @@ def _begin_turn() -> None:
 
 
 def announce(can: bool) -> None:
-    """Tell `mpidist launch` whether this run can be handed over. Only one rank calls this."""
+    """Tell `mpidist launch` whether newly started ranks could take over this run.
+
+    Only one rank calls this.
+    """
     folder = attempt_folder()
     if folder is None:
         return
@@ -95,7 +101,10 @@ def announce(can: bool) -> None:
 
 
 def asked(comm) -> str:
-    """Return where the next attempt wants the state, or "" if it has not asked. Collective."""
+    """Return where newly started ranks want the state of this run; "" if none ask. Collective.
+
+    The result is `heartbeat.IN_MEMORY`, `heartbeat.IN_STORE` or "".
+    """
     if attempt_folder() is None:
         return ""
     look = _asked if comm.rank == 0 else lambda: ""
@@ -113,7 +122,7 @@ def _asked() -> str:
 
 
 def offer(comm, where: str) -> bool:
-    """Offer the state to the next attempt; return whether that attempt goes on. Collective.
+    """Offer this run to the newly started ranks; return whether they take it over. Collective.
 
     `where` says where the state is: `heartbeat.IN_MEMORY` or `heartbeat.IN_STORE`.
     """
@@ -133,9 +142,10 @@ def offer(comm, where: str) -> bool:
 
 
 def is_handed(comm) -> bool:
-    """Return whether the next attempt has already taken over the run. Collective over `comm`.
+    """Return whether newly started ranks have already taken over this run. Collective over `comm`.
 
-    If the rank that knew of the decision has died, the other ranks do not know it yet.
+    Needed after a death: only one rank reads the decision first, and if it dies, the others do not
+    know it yet.
     """
     folder = attempt_folder()
     if folder is None:
@@ -157,7 +167,11 @@ def _note(decided: bool) -> bool:
 
 @contextmanager
 def leaving(comm) -> Iterator[None]:
-    """If the ``with`` block stops for a hand-over, offer the new ranks the state in the store."""
+    """Context manager for a user's own loop, whose run newly started ranks may take over.
+
+    If the ``with`` block stops because such ranks have asked for the run, they are offered the
+    checkpoint in the store.
+    """
     try:
         yield
     except Stopped:

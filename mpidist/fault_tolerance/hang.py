@@ -14,7 +14,7 @@ class Hang(NamedTuple):
 
 
 class Seen:
-    """The newest status record of a rank, and the time of the last change of the record."""
+    """What this rank knows of another rank: its newest status record, and when it last changed."""
 
     def __init__(self, rank: int):
         self.rank = rank
@@ -29,7 +29,10 @@ class Seen:
             self.record, self.heard = record, now
 
     def forget(self, now: float) -> None:
-        """Reset the times that `silent` and `still` return: both are zero at the time `now`."""
+        """Let `silent` and `still` count from the time `now`.
+
+        Called when this rank itself has not run for a while, so that it knows nothing of the other.
+        """
         self.heard = now
         if self.record is not None:
             self.record = {**self.record, "still": 0.0}

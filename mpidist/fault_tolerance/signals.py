@@ -24,7 +24,7 @@ _OPEN_MPI, _READ_BY = ("prterun", "mpirun", "mpiexec", "orterun"), 0.02
 
 
 def say_last(text: str) -> None:
-    """Print a line on stderr, even if the launcher no longer reads the output of the ranks.
+    """Print a last line on stderr, even if the launcher no longer reads the output of the ranks.
 
     Open MPI's launcher stops reading when it gets Ctrl-C, half a second before it kills the ranks.
     If the launcher has stopped reading, this function writes to the stderr of the launcher process
@@ -41,7 +41,7 @@ def say_last(text: str) -> None:
 
 
 class Handlers:
-    """Signal handlers that call the function `heard` with the number of the signal.
+    """Sets signal handlers, which call the function `heard` with the number of the signal.
 
     The method `set` must be called in the main thread.
 

@@ -74,7 +74,7 @@ def find_stragglers(
 
 
 def sharing(places: Sequence[tuple[int, frozenset[int]]]) -> frozenset[int]:
-    """Return the ranks that must share cores, given the machine and the cores of each rank.
+    """Return the ranks that must share cores. `places` has the machine and the cores of each rank.
 
     Ranks share cores if they are bound to a set of cores that has fewer cores than ranks. All ranks
     of a machine share cores if they may together use fewer cores than there are ranks.
@@ -121,7 +121,9 @@ class Window:
         self._steps += 1
 
     def take(self) -> np.ndarray | None:
-        """Return the seconds per step of each phase and empty the window; None before ten steps.
+        """Return the seconds per step of each phase, and forget them; None before ten steps.
+
+        A phase is a part of a step, such as loading data.
 
         The result is the third smallest of ten times, so a disturbance in some steps has no effect.
         """
@@ -132,7 +134,10 @@ class Window:
 
 
 class Judge:
-    """Reports a rank once if it is slow in `AGAIN` (two) consecutive windows of ten steps."""
+    """Decides which ranks to report as slow: those slow in two windows of ten steps in a row.
+
+    Each rank is reported once. `AGAIN` is the number of windows.
+    """
 
     def __init__(self, phases: Sequence[str] = PHASES):
         self.phases = phases
@@ -140,7 +145,10 @@ class Judge:
         self.told: list[Straggler] = []
 
     def look(self, everyone: np.ndarray) -> list[Straggler]:
-        """Return the ranks that are slow in a second consecutive window, given all ranks' times."""
+        """Return the ranks that are now slow for the second window of ten steps in a row.
+
+        `everyone` is an array (ranks, phases) of the seconds per step in this window.
+        """
         found = find_stragglers(everyone, self.phases)
         self._seen = {one.rank: self._seen.get(one.rank, 0) + 1 for one in found}
         new = [one for one in found if self._seen[one.rank] == AGAIN]
@@ -149,7 +157,7 @@ class Judge:
 
 
 def record(one: Straggler) -> None:
-    """Emit an event for a straggler."""
+    """Write a straggler (slow rank) to the event log."""
     lag = round(one.lag * 1e3, 1)
     events.emit("straggler", straggler=one.rank, phase=one.phase, lag_ms=lag)
 
@@ -197,7 +205,7 @@ class Stragglers:
         self.look()
 
     def look(self) -> None:
-        """Exchange the ranks' times once in ten steps, and report new stragglers. Collective."""
+        """After every tenth step, exchange the ranks' times and report slow ranks. Collective."""
         mine = self.window.take()
         if mine is None or self.comm.size == 1:
             return

@@ -60,7 +60,10 @@ def longest_save() -> float:
 
 
 class Allotment:
-    """The time that a job still has: `seconds`, counted from `now` (on the monotonic clock)."""
+    """Decides when a loop must stop so that a last save fits into the time that the job has left.
+
+    The job has `seconds` left at the time `now` (on the monotonic clock).
+    """
 
     def __init__(self, seconds: float, now: float):
         self.end = now + seconds
@@ -69,7 +72,7 @@ class Allotment:
         self._looked = now
 
     def step(self, now: float) -> None:
-        """Record that a step ends, or that the loop begins."""
+        """Record that a step ends, or that the loop begins, to know the longest step."""
         if self._last is not None:
             self._step = max(self._step, now - self._last)
         self._last = now

@@ -20,7 +20,12 @@ EVENT = "pipeline_step"
 
 
 def chrome_trace(spans: Iterable[tuple[int, str, int, int, float, float]]) -> dict:
-    """Return the trace of computations (rank, kind, chunk, microbatch, begin, end), in seconds."""
+    """Return a timeline of computations as a dict in Chrome's trace format, for `write_trace`.
+
+    Each entry of `spans` is a computation (rank, kind, chunk, microbatch, begin, end). The kind is
+    a letter such as F for a forward pass (`pipeline_schedules`), a chunk is a group of consecutive
+    layers, and times are in seconds.
+    """
     spans = list(spans)
     zero = min((begin for *_, begin, _ in spans), default=0.0)
     ranks = sorted({rank for rank, *_ in spans})
@@ -40,7 +45,9 @@ def chrome_trace(spans: Iterable[tuple[int, str, int, int, float, float]]) -> di
 
 
 def logged_spans(folder: Path) -> list[tuple[int, str, int, int, float, float]]:
-    """Return the computations of the newest step in the logs of a run's folder.
+    """Read the event logs of a run; return the computations of its newest step, for `chrome_trace`.
+
+    `folder` is the folder to which `mpidist train` has written the run.
 
     Raises ConfigError if the logs contain no step.
     """

@@ -26,10 +26,13 @@ from ..errors import ConfigError
 
 
 def c_ordered(array):
-    """Return `array`, or a copy, with the strides of a new array, also along axes of length 1.
+    """Return `array` if its strides are those of a new C-ordered array; otherwise a C-ordered copy.
 
-    A layer may return its input unchanged. So the inputs of the model must always have the same
-    memory layout: then the layout of a stage's output depends only on the number of samples.
+    The strides of axes of length 1 are compared, too, because NumPy may choose the routine of a
+    product by them.
+
+    A layer may return its input unchanged. So the inputs of the model are passed through this
+    function: then the memory layout of a stage's output depends only on the number of samples.
     """
     strides = [array.itemsize * math.prod(array.shape[k + 1 :]) for k in range(array.ndim)]
     return array if array.strides == tuple(strides) else array.copy(order="C")

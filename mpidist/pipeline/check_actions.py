@@ -140,7 +140,10 @@ def _check_order_of_messages(lists, p: int) -> None:
 
 
 def needed_before(one: StageAction, chunks: int) -> list[StageAction]:
-    """Return the actions of the same rank for which the computation or send `one` waits."""
+    """Return the actions that the same rank must have done before the computation or send `one`.
+
+    `chunks` is the number of chunks (groups of consecutive layers) of the model.
+    """
     kind, chunk, i = one
     if kind == F:
         return [StageAction(RECV_F, chunk, i)] if chunk else []
@@ -151,11 +154,15 @@ def needed_before(one: StageAction, chunks: int) -> list[StageAction]:
 
 
 def play_actions(lists, p: int, chunks: int, blocking: bool = False, replicas=None) -> None:
-    """Play the lists: let each rank do its actions until all are done or no rank can go on.
+    """Check that all ranks can finish their lists of actions, by playing the lists.
 
-    Raises ConfigError if a rank could never finish its list. `p` is the number of stages. There are
-    more lists than stages if stages have replicas. `replicas`, the number of ranks of each stage,
-    is needed if the lists contain updates (actions of the kind ``U``).
+    Nothing is computed or sent. Each rank does its actions in order, until all are done or no rank
+    can go on.
+
+    Raises ConfigError if a rank could never finish its list. `p` is the number of stages, and
+    `chunks` the number of chunks of the model. There are more lists than stages if stages have
+    replicas (several ranks that take turns in the microbatches). `replicas`, the number of ranks of
+    each stage, is needed if the lists contain updates (actions of the kind ``U``).
     """
     at, begun, moved = [0] * len(lists), set(), True
     split = {one[1:] for each in lists for one in each if one.kind == I}
@@ -202,8 +209,9 @@ def _may_end(one, p, chunks, begun, blocking, split, replicas) -> bool:
 def stash_of(each) -> int:
     """Return how many microbatches a rank keeps at most, from a rank's list of actions.
 
-    A rank keeps a microbatch from its forward pass until its backward pass is complete. A
-    microbatch counts once for each chunk.
+    A rank keeps the data of a microbatch from its forward pass until its backward pass is complete.
+    If the rank has several chunks (groups of consecutive layers), a microbatch counts once for each
+    chunk.
     """
     kept = most = 0
     for one in each:

@@ -20,14 +20,17 @@ MOST_SETS = 20_000
 
 
 def cut_sets(profile: LayerProfile, most: int = MOST_SETS) -> tuple[np.ndarray, bool]:
-    """Return the downward closed sets of layers; only some if there are more than `most` sets.
+    """Return the sets of layers behind which a model may be cut, but only some if there are many.
+
+    A set is downward closed: each layer that feeds a layer of the set is in the set, too. If there
+    are more than `most` such sets, only some of them are returned.
 
     Returns
     -------
     sets : array (sets, layers) of bool
         The sets in order of size, from the empty set to the set of all layers.
     exact : bool
-        Whether `sets` contains all downward closed sets of the model.
+        Whether `sets` contains all downward closed sets of the model's layers.
     """
     n = len(profile.layers)
     needs = [0] * n
@@ -49,14 +52,17 @@ def cut_sets(profile: LayerProfile, most: int = MOST_SETS) -> tuple[np.ndarray, 
 
 
 def bit_rows(masks: Sequence[int], n: int) -> np.ndarray:
-    """Return an array (masks, n) of bool: the lowest n bits of each mask, bit 0 first."""
+    """Return the lowest n bits of each integer in `masks`, bit 0 first: a bool array (masks, n)."""
     packed = b"".join(mask.to_bytes(-(-n // 8), "little") for mask in masks)
     bits = np.frombuffer(packed, np.uint8).reshape(len(masks), -1)
     return np.unpackbits(bits, axis=1, count=n, bitorder="little").astype(bool)
 
 
 def crossing_bytes(profile: LayerProfile, sets: np.ndarray) -> np.ndarray:
-    """Return, for each set of layers, the bytes of the outputs that layers outside the set use.
+    """Return, for each set of layers, the bytes that are sent if the model is cut behind the set.
+
+    These are the bytes of the outputs of layers in the set that layers outside the set use, for one
+    microbatch. `sets` is an array (sets, layers) of bool.
 
     An output counts once, even if several layers outside the set use it.
     """

@@ -18,9 +18,9 @@ _COLORS = {F: "#4878a8", B: "#e08a3c", I: "#d9a441", W: "#8c6bb1"}
 def draw_actions(run: SimulatedRun, unit: float | None = None) -> str:
     """Return one line per rank; each column shows what the rank computes in `unit` seconds.
 
-    ``F3`` is the forward pass of microbatch 3. If a rank has several chunks, ``F3b`` is the forward
-    pass through its second chunk. ``..`` is idle time. By default, a column is as long as the
-    shortest computation.
+    ``F3`` is the forward pass of microbatch 3. If a rank has several chunks (groups of consecutive
+    layers), ``F3b`` is the forward pass through its second chunk. ``..`` is idle time. By default,
+    a column is as long as the shortest computation.
 
     Raises
     ------

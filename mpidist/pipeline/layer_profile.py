@@ -33,7 +33,7 @@ _EDGE = re.compile(r"\t(\S+) -- (\S+)")
 
 @dataclass(frozen=True)
 class Layer:
-    """A node of a profile. Times are in seconds, sizes in bytes.
+    """A layer of a profiled model. Times are in seconds for one microbatch, sizes in bytes.
 
     `stage` is None if the profile does not say to which stage the layer belongs.
     """
@@ -59,7 +59,8 @@ class LayerProfile:
     Attributes
     ----------
     layers : tuple of Layer
-        All nodes but inputs, and but ``__getitem__`` nodes that feed no other node.
+        The nodes of the profile. Inputs of the model are left out, and so are nodes called
+        ``__getitem__`` that feed no other node.
     edges : tuple of (int, int)
         Pairs (a, b) of indices into `layers`: the output of layer a is an input of layer b.
     inputs : tuple of str

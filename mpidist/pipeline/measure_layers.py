@@ -19,7 +19,10 @@ REPEATS = 5
 
 
 def measure(model, batch, repeats: int = REPEATS) -> LayerProfile:
-    """Return the profile of a model's layers for one microbatch, a tuple (inputs, labels).
+    """Measure each layer of a model with one microbatch; return the times and sizes as a profile.
+
+    `batch` is the microbatch, a tuple (inputs, labels). Each time is the shortest of `repeats`
+    passes.
 
     Some models make their parameters only when they are used. Of such a model, `measure` makes the
     parameters of one layer at a time, to save memory.
@@ -65,7 +68,7 @@ def measure(model, batch, repeats: int = REPEATS) -> LayerProfile:
 
 
 def random_batch(model, samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (inputs, labels) for `measure`; the inputs are random, with the model's shape."""
+    """Return (inputs, labels) for `measure`: `samples` random inputs of the model's input shape."""
     check_layers(model)
     shape = getattr(model, "sample_shape", None)
     if shape is None:

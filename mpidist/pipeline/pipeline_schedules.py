@@ -48,7 +48,11 @@ AHEAD = 2
 
 
 class StageAction(NamedTuple):
-    """One action of a rank: its `kind`, and the chunk and the microbatch to which it belongs."""
+    """One action of a rank: a computation, send, receive or update.
+
+    `kind` is one of the letters and names above this class, such as F for a forward pass. `chunk`
+    (the number of a group of consecutive layers) and `microbatch` say to what the action belongs.
+    """
 
     kind: str
     chunk: int
@@ -61,7 +65,7 @@ class StageAction(NamedTuple):
 def action_lists(
     name: str, stages: int, microbatches: int, chunks: int = 1, ahead: int = AHEAD
 ) -> list[list[StageAction]]:
-    """Return a list for each rank: the actions of the rank, in order.
+    """Return the actions of each rank of a schedule in order, as one list for each rank.
 
     Parameters
     ----------
@@ -159,9 +163,12 @@ SCHEDULES: dict[str, Callable[[int, int, int], list[list[StageAction]]]] = {
 
 
 def with_messages(order: list[StageAction], chunks: int, ahead: int = AHEAD) -> list[StageAction]:
-    """Add the messages: sends after computations, receives `ahead` computations before their use.
+    """Return a rank's computations `order` with the sends and receives that they need.
 
-    `chunks` is the number of chunks of the model.
+    A send comes directly after the computation that made its data. A receive begins `ahead`
+    computations before the computation that needs its data.
+
+    `chunks` is the number of chunks (groups of consecutive layers) of the model.
     """
     needs = {F: (RECV_F, 0), B: (RECV_B, chunks - 1), I: (RECV_B, chunks - 1)}
     gives = {F: (SEND_F, chunks - 1), B: (SEND_B, 0), I: (SEND_B, 0)}

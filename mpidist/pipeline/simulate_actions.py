@@ -23,7 +23,7 @@ NO_TIME = NetworkModel(latency=0.0, gap=0.0)
 
 
 class ChunkCost(NamedTuple):
-    """Seconds and bytes of one microbatch in one chunk.
+    """Seconds and bytes of one microbatch in one chunk (a group of consecutive layers of a rank).
 
     `backward` is the time of the whole backward pass. `input_share` is the fraction of this time in
     which the gradient of the input is computed. `output_bytes` bytes are sent to the next chunk,
@@ -36,7 +36,7 @@ class ChunkCost(NamedTuple):
     input_share: float = 0.5
 
     def seconds(self, kind: str) -> float:
-        """Return the time of an action of this kind."""
+        """Return the seconds of a computation of this kind, which is a letter such as F or B."""
         share = {B: 1.0, I: self.input_share, W: 1.0 - self.input_share}
         return self.forward if kind == F else self.backward * share[kind]
 
@@ -77,14 +77,14 @@ def simulate_actions(
     costs: Sequence[ChunkCost],
     network: NetworkModel = NO_TIME,
 ) -> SimulatedRun:
-    """Check action lists, and return the estimated time of a run of them.
+    """Check the action lists of all ranks, and estimate how long their run takes.
 
     Parameters
     ----------
     lists : sequence of sequences of StageAction
         One list for each rank, as from `action_lists`.
     costs : sequence of ChunkCost
-        One cost for each chunk.
+        One cost for each chunk (group of consecutive layers) of the model.
     network : NetworkModel
         The network between the ranks; each rank is on a node of its own.
     """
@@ -99,7 +99,7 @@ def simulate_placed(
     network: NetworkModel,
     holder: Callable[[int, int], int],
 ) -> SimulatedRun:
-    """Return the estimated time of action lists, which are not checked; stages may have replicas.
+    """Estimate the time of action lists without checking them; stages may have several replicas.
 
     ``holder(chunk, microbatch)`` returns the rank that computes the microbatch in the chunk, as
     `PipelineGrid.holder` does.

@@ -41,7 +41,7 @@ def why_no_stages(model) -> str:
 
 
 def checked_arrays(model, layers: Sequence) -> dict:
-    """Return the arrays of `layers` in ``model.parameters``.
+    """Return the entries of ``model.parameters`` that belong to `layers`, as a dict name -> array.
 
     Raises ConfigError if an array is missing or has another shape than its layer says.
     """

@@ -44,7 +44,7 @@ COSTS: dict[str, Callable] = {
 
 
 class NoPartition(MpidistError):
-    """No plan has the wanted number of stages and fits into the memory of the workers."""
+    """The model cannot be cut into the wanted number of stages, or not into the workers' memory."""
 
     exit_code = 1
 
@@ -88,7 +88,7 @@ class PipelinePlan:
     stages: tuple[StagePlan, ...]
 
     def as_dict(self) -> dict:
-        """Return this plan as a dict for JSON."""
+        """Return the fields of this plan, with its stages as dicts, as JSON can store them."""
         return asdict(self)
 
 
@@ -121,7 +121,8 @@ def cut(
         time, the stage needs the bytes of its parameters and of all outputs of its layers.
     cost : "overlap", "serial" or "pipedream"
     evaluate : bool
-        Whether to keep the stages that the profile names, and choose only their replicas.
+        Whether to keep the stages that the profile names (``stage_id``), and to choose only the
+        number of workers of each.
 
     Raises
     ------

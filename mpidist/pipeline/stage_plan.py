@@ -89,7 +89,7 @@ class PipelineGrid:
         return sum(self.replicas)
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Return the stage of a rank, and which replica of this stage the rank is."""
+        """Return (a rank's stage, the rank's number among the replicas of this stage)."""
         stage = 0
         while rank >= self.replicas[stage]:
             rank -= self.replicas[stage]
@@ -102,28 +102,35 @@ class PipelineGrid:
         return range(first, first + self.replicas[stage])
 
     def chunks_of(self, stage: int) -> range:
-        """Return the chunks of a stage."""
+        """Return the numbers of the chunks (groups of consecutive layers) of a stage."""
         return range(stage, self.stages * self.chunks, self.stages)
 
     def layers_of(self, chunk: int) -> range:
-        """Return the layers of a chunk, counted from 0."""
+        """Return the numbers of a chunk's layers, counted from 0; a chunk is a group of layers."""
         bounds = (0, *self.cuts, self.layers)
         return range(bounds[chunk], bounds[chunk + 1])
 
     @property
     def in_rounds(self) -> bool:
-        """Whether replicas have every r-th microbatch ("pipedream"), and not contiguous blocks."""
+        """Whether each of the r replicas of a stage has every r-th microbatch, as with "pipedream".
+
+        With other schedules a replica has a contiguous block of the microbatches.
+        """
         return self.schedule == "pipedream"
 
     @property
     def padded(self) -> int:
-        """The number of microbatches of a step; "pipedream" adds empty ones, to fill its rounds."""
+        """The number of microbatches of a step, with the empty ones that "pipedream" adds.
+
+        A stage with r replicas takes microbatches in rounds of r. Empty microbatches fill the last
+        round.
+        """
         if not self.in_rounds:
             return self.microbatches
         return pipedream_order.whole_rounds(self.microbatches, self.replicas)
 
     def pieces(self, rank: int) -> range:
-        """Return the microbatches of a rank."""
+        """Return the numbers of the microbatches that a rank computes in a step."""
         stage, replica = self.place(rank)
         if self.in_rounds:
             return range(replica, self.microbatches, self.replicas[stage])
@@ -131,7 +138,7 @@ class PipelineGrid:
         return range(start, stop)
 
     def holder(self, chunk: int, microbatch: int) -> int:
-        """Return the rank that computes a microbatch in a chunk."""
+        """Return the rank that computes `microbatch` in `chunk` (a group of consecutive layers)."""
         stage = chunk % self.stages
         if self.in_rounds:
             return self.ranks_of(stage)[microbatch % self.replicas[stage]]

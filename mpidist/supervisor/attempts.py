@@ -49,7 +49,7 @@ from .requests import Requests
 
 
 def run(job: LaunchedJob) -> int:
-    """Start `job`, and start it again after failures, until it ends; return the exit code."""
+    """Start `job`, and start it again after failures, until it is done; return the exit code."""
     job.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     attempts = read_history(job.folder)
     number = next_attempt(job.folder, len(attempts))

@@ -62,18 +62,19 @@ def command(
     hosts: Mapping[str, int] | None = None,
     restricted: bool = False,
 ) -> list[str]:
-    """Return the command line of the launcher, up to the program.
+    """Return a command line that starts an MPI job: the launcher and its options, for the program.
 
     Parameters
     ----------
     ranks : int
     words : sequence of str
-        The words of the user's launcher command; empty for the launcher of this Python interpreter.
+        The words of the user's launcher command; empty for the mpiexec that belongs to this Python
+        interpreter.
     hosts : mapping, optional
         The hosts, and how many ranks each host can run. With None, the launcher chooses the hosts.
     restricted : bool
-        Whether the command line names the hosts. The names are needed if the launcher knows more
-        hosts than it may use.
+        Whether the command line must name the hosts, because the launcher knows more hosts than it
+        may use.
     """
     if not words and hosts is None:
         return launcher_command(ranks)
@@ -112,7 +113,7 @@ def printed_version(launcher: str) -> str:
 
 
 def again(ranks: int, started_by: str, library: str, crowded: bool) -> list[str]:
-    """Return the words of a command that starts `ranks` ranks with the same launcher.
+    """Return the words of a command that starts `ranks` ranks with the launcher of this process.
 
     Parameters
     ----------
@@ -191,7 +192,7 @@ def parse_hosts(text: str) -> dict[str, int]:
 
 
 def named_like(host: str, hosts: Collection[str]) -> str:
-    """Return the entry of `hosts` that is the same host as `host`; "" if there is none. Pure.
+    """Return the name by which `hosts` has the host `host`; "" if it is not among them.
 
     Only the part of a name before the first dot is compared. The result is also "" if `hosts` has
     fewer than two entries, because a job cannot leave out its only host.
@@ -234,7 +235,7 @@ def slurm_hosts(environ: Mapping[str, str]) -> dict[str, int] | None:
 
 
 def slurm_left(environ: Mapping[str, str]) -> list[str]:
-    """Return the hosts that still belong to the Slurm allocation; lost nodes are left out."""
+    """Return the hosts that still belong to this Slurm allocation; it may have lost nodes."""
     nodes = _ask(["squeue", "-h", "-j", environ["SLURM_JOB_ID"], "-o", "%N"]).strip()
     return _ask(["scontrol", "show", "hostnames", nodes]).split()
 
@@ -242,7 +243,7 @@ def slurm_left(environ: Mapping[str, str]) -> list[str]:
 def slurm_environ(
     environ: Mapping[str, str], hosts: Sequence[str], left: Sequence[str], ranks: int
 ) -> dict[str, str]:
-    """Return the variables that Slurm would set if only the hosts in `left` were allocated. Pure.
+    """Return the Slurm variables for the hosts `left`, as if only these were allocated.
 
     srun and Open MPI's mpirun read these variables, and fail if they name a host that is no longer
     in the allocation.
@@ -259,7 +260,7 @@ def slurm_environ(
 
 
 def slurm_away(hosts: Sequence[str]) -> set[str]:
-    """Return the members of `hosts` on which Slurm starts no process now.
+    """Return those of `hosts` on which Slurm can start no process now.
 
     Such a host is, for example, down or drained, or does not answer.
     """
@@ -280,7 +281,7 @@ def slurm_doors(hosts: Sequence[str]) -> dict[str, tuple[str, int]]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Return the numbers in a Slurm list: ``2(x3),1`` becomes 2, 2, 2, 1. Pure."""
+    """Return the numbers in a text of Slurm: ``2(x3),1`` becomes 2, 2, 2, 1."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)

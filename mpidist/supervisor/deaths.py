@@ -22,7 +22,7 @@ from ..launch.process_table import born
 
 
 class Deaths:
-    """The ranks on this host: their process handles, and the order in which they have ended.
+    """Watches the processes of the ranks on this host, and records in which order they end.
 
     The thread that creates this object gets the signal SIGCHLD when a rank ends, as if the rank
     were its child process.
@@ -40,7 +40,7 @@ class Deaths:
         self._thread.start()
 
     def watch(self, signs: Sequence[Sign]) -> None:
-        """Begin to watch the ranks that have written the heartbeats `signs`."""
+        """Begin to watch the processes of this host's ranks; `signs` are all heartbeats."""
         for sign in signs:
             if sign.host == self._host:
                 self.watch_process(sign.pid, partial(_is_born_at, sign.pid, sign.born))

@@ -1,6 +1,7 @@
 """How `mpidist launch` gives a run more ranks: a new attempt starts while the old one trains.
 
-When the new ranks are ready, the old ranks leave them the state of the run. This is a hand-over:
+An attempt is one start of the program on all ranks. When the new ranks are ready, the old ranks
+leave them the state of the training run, and end. This is a hand-over:
 
     old attempt   trains ............... last step, state ....... leaves
     launcher      starts   ready: asks                     decides
@@ -29,9 +30,10 @@ LEAVE = 15.0
 
 
 class Waiting(Protocol):
-    """An attempt that is starting: the part of `RunningAttempt` that `Growth` uses.
+    """What `Growth` needs to know of the new attempt, which waits to take over the run.
 
-    `pending` is a signal that came while the attempt waited, and that it must handle later.
+    `RunningAttempt` has these methods. `pending` is a signal that came while the attempt waited,
+    and that it must handle later.
     """
 
     folder: Path
@@ -43,7 +45,7 @@ class Waiting(Protocol):
         """The heartbeats of the attempt's ranks."""
 
     def fault(self, now: float) -> str:
-        """Return the reason for which the attempt must be given up; "" if there is none."""
+        """Return why the waiting attempt must be given up; "" if there is no reason."""
 
     def end(self) -> None:
         """End all processes of the attempt."""
@@ -53,12 +55,12 @@ W = TypeVar("W", bound=Waiting)
 
 
 class Growth(Generic[W]):
-    """Replaces the running attempt (the old one) by a new attempt with more ranks.
+    """Lets a new attempt (start of the program) with more ranks continue a run that still trains.
 
     `folder` is the folder of the old attempt. `new` is the new attempt, which starts, and then
     waits until the old ranks leave it the state of the run. `more` is the number of additional
-    ranks that the user has asked for. `asked` says whether the old ranks have been asked for their
-    state. `gone` says whether the launcher has decided that the new ranks continue the run.
+    ranks that the user has asked for. `asked` says whether the old ranks have been asked for the
+    state. `gone` says whether `mpidist launch` has decided that the new ranks continue the run.
     """
 
     def __init__(self, folder: Path, new: W, more: int):
@@ -88,10 +90,11 @@ class Growth(Generic[W]):
         return ""
 
     def listen(self, numbers: Collection[int], seconds: float):
-        """Wait for a signal, as `signal.sigtimedwait` does, and for the state of the old ranks.
+        """Wait for a signal to `mpidist launch`, and meanwhile for the state of the old ranks.
 
-        As soon as the old ranks have left their state, decide that the new ranks continue the run.
-        Returns the signal, or None after `seconds` or when the decision was made.
+        `numbers` are the numbers of the signals. As soon as the old ranks have left the state,
+        decide that the new ranks continue the run. Returns the signal, or None after `seconds` or
+        when the decision was made.
         """
         if not self.asked or self.gone:
             return signal.sigtimedwait(numbers, seconds)
@@ -109,13 +112,20 @@ class Growth(Generic[W]):
         return False
 
     def take_over(self, where: str) -> bool:
-        """Decide that the new ranks continue from the state in `where`; return whether they do."""
+        """Decide that the new ranks continue the run; return whether they do.
+
+        `where` says where the state is, in memory or in the store. The new ranks do not continue
+        the run if they have failed, or if the old ranks have decided before to keep it.
+        """
         if not self.gone and not self.new.fault(time.monotonic()):
             self.gone = heartbeat.make_decision(self.folder, where)
         return self.gone
 
     def call_off(self) -> bool:
-        """End the new ranks, so that the old ranks keep the run; return False if it is too late."""
+        """End the new ranks, so that the old ranks keep the run; return whether this was possible.
+
+        It is too late once the new ranks have taken over.
+        """
         if self.gone:
             return False
         if self.asked:
@@ -128,6 +138,10 @@ class Growth(Generic[W]):
 
 
 def place_of_state(old: Sequence[Sign], new: Sequence[Sign]) -> str:
-    """Return where the old ranks leave the state: in memory if all ranks are on one host. Pure."""
+    """Return where the old ranks must leave the state of the run for the new ranks.
+
+    This is in memory if all ranks, old and new, are on one host, and otherwise in the store. `old`
+    and `new` are the heartbeats of the ranks.
+    """
     hosts = {sign.host for sign in (*old, *new)}
     return heartbeat.IN_MEMORY if len(hosts) == 1 else heartbeat.IN_STORE

@@ -19,7 +19,7 @@ from .requests import request_files
 
 
 def note_event(folder: Path, kind: str, facts: dict) -> None:
-    """Append an event to the history."""
+    """Append an event to the history of the job in `folder`: its `kind`, and `facts` about it."""
     line = json.dumps({"time": round(time.time(), 3), "event": kind, **facts}) + "\n"
     try:
         with (folder / "history.jsonl").open("a+b") as file:
@@ -33,7 +33,9 @@ def note_event(folder: Path, kind: str, facts: dict) -> None:
 
 
 def next_attempt(folder: Path, known: int) -> int:
-    """Return the number of the next attempt, if ``history.jsonl`` has `known` attempts.
+    """Return the number of the next attempt (start of the program), for the name of its folder.
+
+    ``history.jsonl`` has `known` attempts.
 
     If `mpidist launch` was killed, its last attempt has a folder, but is not in ``history.jsonl``.
     This function marks such an attempt as over, so that its ranks end. All earlier attempts are

@@ -71,8 +71,8 @@ def silent_hosts(
     environment : mapping
         The environment of the command.
     doors : mapping, optional
-        host -> the address and the port on which the host must listen. A running host that refuses
-        the connection counts as silent, and the program is not started there.
+        host -> the address and the port on which a daemon of the host must listen. A host that
+        refuses a connection to this port counts as silent, and the program is not started there.
     """
     patience = _Patience(len(hosts))
 

@@ -24,7 +24,7 @@ from .policy import Attempt, Policy, left_out
 
 
 class LaunchedJob(NamedTuple):
-    """A program, and how `mpidist launch` runs it.
+    """A program, and the options with which `mpidist launch` runs it.
 
     `words` are the words of the user's launcher command. `hosts` has the number of ranks on each
     host. `slurm` says whether the hosts belong to a Slurm allocation. `elastic` says whether the
@@ -46,7 +46,7 @@ class LaunchedJob(NamedTuple):
 
 
 class AttemptPlace(NamedTuple):
-    """The hosts of an attempt.
+    """The hosts on which one attempt (start of the program) runs.
 
     `hosts` has the number of ranks on each host, or is None if the launcher chooses the hosts.
     `left` are the hosts that the Slurm allocation still has. `named` says whether the command line
@@ -58,7 +58,7 @@ class AttemptPlace(NamedTuple):
     named: bool = False
 
     def left_out(self, job: LaunchedJob) -> list[str]:
-        """Return the hosts of the job that are not used."""
+        """Return the hosts of `job` that this attempt does not use."""
         return [host for host in job.hosts or () if host not in (self.hosts or {})]
 
 
@@ -68,7 +68,7 @@ def print_line(text: str) -> None:
 
 
 def grown(job: LaunchedJob, more: int) -> LaunchedJob:
-    """Return `job` with `more` additional ranks, limited by the room on its hosts."""
+    """Return `job` with `more` additional ranks, or with fewer if its hosts cannot run so many."""
     wanted = job.ranks + more
     ranks = min(wanted, max(job.ranks, sum(job.hosts.values()))) if job.hosts else wanted
     if ranks < wanted:
@@ -106,12 +106,12 @@ def with_todays_hosts(job: LaunchedJob) -> LaunchedJob:
 
 
 def all_hosts(job: LaunchedJob) -> AttemptPlace:
-    """Return all hosts of the job, without a test."""
+    """Return all hosts of the job, without a test whether they answer."""
     return AttemptPlace(job.hosts, tuple(job.hosts or ()), named=not job.slurm)
 
 
 def usable(job: LaunchedJob, before: AttemptPlace, unstarted: bool = False) -> AttemptPlace:
-    """Return the hosts on which the next attempt can run.
+    """Return the hosts on which the next attempt can run, because they answer.
 
     Parameters
     ----------
@@ -184,11 +184,11 @@ def run_on_hosts(
 
 
 def doubted(job: LaunchedJob, attempt: Attempt, place: AttemptPlace) -> Attempt:
-    """Return `attempt`, but count it as failed if it seems finished and one of its hosts is silent.
+    """Return the result of an attempt; it counts as failed if it seems done but a host is silent.
 
-    If a host is lost, Open MPI's launcher ends with exit code 0, so this code proves nothing.
-    Heartbeats would show whether the ranks have ended by themselves, but the program of such an
-    attempt writes no heartbeats.
+    If a host is lost, Open MPI's launcher ends with exit code 0, so this code does not prove that
+    the program has finished. If the ranks write heartbeats, these show whether they have finished;
+    a program without heartbeats is doubted here.
     """
     hosts = list(place.hosts or ())
     if not attempt.finished or attempt.told or len(hosts) < 2:
@@ -202,7 +202,7 @@ def doubted(job: LaunchedJob, attempt: Attempt, place: AttemptPlace) -> Attempt:
 def without_culprits(
     job: LaunchedJob, attempts: Sequence[Attempt], place: AttemptPlace
 ) -> AttemptPlace:
-    """Return the hosts of `place`, except hosts on which the job fails again and again."""
+    """Return the hosts of `place` without those on which ranks of the job fail again and again."""
     if not place.hosts:
         return place
     known = attempts, job.policy, job.ranks
@@ -216,7 +216,7 @@ def without_culprits(
 
 
 def room(job: LaunchedJob, hosts: Mapping[str, int] | None) -> int:
-    """Return how many ranks can run on `hosts`, which are some of the job's hosts. Pure."""
+    """Return how many ranks can run on `hosts`, which are some of the job's hosts."""
     if not job.hosts or hosts is None:
         return job.ranks
     if job.hosts_from:

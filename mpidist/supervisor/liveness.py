@@ -11,7 +11,7 @@ from ..launch.heartbeat import Sign
 
 
 class Limits(NamedTuple):
-    """Limits in seconds for the ranks and the launcher of an attempt.
+    """After how many seconds without progress an attempt (a start of the program) must be ended.
 
     - `heartbeat`: the longest time without a heartbeat of a rank.
     - `start`: the longest time until all ranks have begun. With None, the limit is `START`, counted
@@ -48,7 +48,7 @@ LAUNCHER = 30.0
 
 
 class Launcher(NamedTuple):
-    """Whether the launcher has started the program, and whether the launcher is stopped."""
+    """Whether the launcher (such as mpiexec) has started the program, and whether it is stopped."""
 
     begun: bool = True
     stopped: bool = False
@@ -58,7 +58,7 @@ _OK = Launcher()
 
 
 class Vigil:
-    """The state of the ranks of one attempt, as their heartbeats show it.
+    """Watches the heartbeats of one attempt's ranks, and decides whether it must be ended.
 
     A sign is the newest heartbeat of a rank, read from the rank's file. On shared file systems the
     file of a rank may be unreadable for a while; the heartbeat that was read last then stays valid.
@@ -66,9 +66,10 @@ class Vigil:
     calls of `look` is much too long, `mpidist launch` itself was stopped (as by SIGSTOP), and the
     times without a new heartbeat are counted from zero.
 
-    `dead_ends` says whether the death of a rank must end the attempt, because the launcher does not
-    continue without a rank. `queues` says whether the launcher may wait, as srun does, before it
-    starts a process. `dead` are the first ranks that have died without an orderly exit.
+    An attempt is one start of the program on all ranks. `dead_ends` says whether the death of a
+    rank must end the attempt, because the other ranks cannot go on. `queues` says whether the
+    launcher may wait, as srun does, before it starts a process. `dead` are the first ranks that
+    have died without an orderly exit.
 
     If `dead_ends` is false, the living ranks go on after a death. The attempt must end if no rank
     is left, if a rank gives the attempt up, or if only one rank has ended with an error. `stuck`
@@ -135,10 +136,11 @@ class Vigil:
     ) -> str:
         """Return the reason for which the attempt must end, or "" if it may continue.
 
-        `told` are the newest heartbeats. `gone` are the process IDs of the ranks on this host that
-        had ended before the heartbeats were read. A rank records a normal exit before its process
-        ends, so a rank in `gone` without such a record has died. `begun` maps each rank
-        on this host that has begun to its process ID, even if it has not written a heartbeat yet.
+        `told` are the newest heartbeats of the ranks. `gone` are the process IDs of the ranks on
+        this host that had ended before the heartbeats were read. A rank records a normal exit
+        before its process ends, so a rank in `gone` without such a record has died. `begun` maps
+        each rank on this host that has begun to its process ID, even if it has not written a
+        heartbeat yet.
         """
         self.note(told)
         signs = self.signs

@@ -63,8 +63,8 @@ def remove_memory_folder(
 ) -> None:
     """Remove the folder of a job on all hosts.
 
-    `well` says whether the job has finished. If it has, the ranks have already removed the folder
-    on the hosts `used`.
+    `well` says whether the job has finished without an error. Then its ranks have already removed
+    the folder on the hosts `used`.
     """
     if folder is None:
         return

@@ -19,7 +19,7 @@ from ..launch.heartbeat import Sign
 
 
 class MemoryKills:
-    """The memory use and the control groups of the ranks of one attempt."""
+    """Finds out whether the kernel has killed a rank of one attempt for lack of memory."""
 
     def __init__(self, order: Sequence[int], host: str | None = None, root: Path = Path("/")):
         self._host = socket.gethostname() if host is None else host
@@ -30,7 +30,10 @@ class MemoryKills:
         self._before = self._own.kills() if self._own else None
 
     def see(self, signs: Sequence[Sign]) -> None:
-        """Find the control groups of the ranks on this host, while their processes exist."""
+        """Find the control groups (cgroups) of the ranks on this host, while their processes exist.
+
+        `signs` are the heartbeats of the ranks.
+        """
         for sign in signs:
             here = sign.host == self._host and sign.rank not in self._groups
             if here and (group := group_of(sign.pid, self._root)):

@@ -63,7 +63,10 @@ HEARD = (*ASK, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
 class SharedFacts(NamedTuple):
-    """Data of a job for all its attempts: earlier attempts, the memory folder, and requests."""
+    """What all attempts (starts of the program) of a job share.
+
+    These are the results of earlier attempts, the folder in memory, and the requests to the job.
+    """
 
     attempts: list[Attempt]
     memory: Path | None
@@ -185,11 +188,11 @@ class RunningAttempt:
 
     @property
     def signs(self) -> list[heartbeat.Sign]:
-        """The last heartbeat of each rank."""
+        """The last heartbeat of each rank, in the order of the ranks."""
         return self.vigil.signs
 
     def fault(self, now: float) -> str:
-        """Return why this attempt, which waits to take over, must be given up; "" if not."""
+        """Return why this attempt, which waits to take over a run, must be given up; or ""."""
         if self.process.poll() is not None:
             return f"its launcher has ended with exit code {self.process.returncode}"
         with contextlib.suppress(OSError):

@@ -74,7 +74,7 @@ class Attempt(NamedTuple):
 
     @property
     def preempted(self) -> bool:
-        """Whether the program has saved and exited by itself, to be continued later."""
+        """Whether the program has saved its state and exited by itself, to be continued later."""
         return self.code == REQUEUE and not (self.why or self.more)
 
     @property
@@ -137,7 +137,7 @@ class Action(NamedTuple):
 
 
 def decide(attempts: Sequence[Attempt], policy: Policy, wanted: int, room: int) -> Action:
-    """Return the action that follows the newest attempt. Pure.
+    """Return what `mpidist launch` does after the newest attempt (start of the program).
 
     Parameters
     ----------
@@ -191,7 +191,7 @@ def left_out(
     there: Sequence[str],
     now: float,
 ) -> list[str]:
-    """Return the hosts that answer, but that the next attempt must not use. Pure.
+    """Return the hosts that answer, but that the next attempt must not use.
 
     A host is left out if its ranks were the first to fail several times within the last hour. The
     host with the most failures is left out first. A host is kept if without it the remaining hosts

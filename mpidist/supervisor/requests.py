@@ -36,7 +36,11 @@ class JobRequest(NamedTuple):
 
 
 class Requests:
-    """The requests to a job. `notice` is the name of a file, or a command, or "" for no notice."""
+    """Looks for requests to a running job, in its control folder and by a notice.
+
+    `notice` is the name of a file that appears, or a command that exits with 0, when the hosts will
+    be taken away; "" for none.
+    """
 
     def __init__(self, control: Path, notice: str = ""):
         with suppress(OSError):
@@ -64,7 +68,7 @@ class Requests:
         return self._noticed
 
     def close(self) -> None:
-        """End the thread that runs the command for a notice."""
+        """End the thread that runs the command `notice` again and again, if there is one."""
         if self._command is not None:
             self._command.stop()
 
@@ -98,7 +102,10 @@ class _Command:
 
 
 def request_files(control: Path) -> list[Path]:
-    """Return the files in a control folder that request more ranks, also incomplete files."""
+    """Return the files in a control folder by which users request more ranks.
+
+    Files that are not completely written yet are also returned.
+    """
     return [*control.glob(f"{_GROW}*"), *control.glob(f".{_GROW}*")]
 
 

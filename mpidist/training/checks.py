@@ -36,7 +36,7 @@ _ON_SERVERS = {
 
 
 def brief(value, longest: int = 60) -> str:
-    """Return any value as one short line for an error message."""
+    """Return any value as one short line (at most `longest` characters) for an error message."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     try:
@@ -52,7 +52,10 @@ def brief(value, longest: int = 60) -> str:
 
 
 def expect(good: bool, name: str, value, wanted: str) -> None:
-    """Raise ConfigError unless `good`; the error names argument, value and what is `wanted`."""
+    """Raise ConfigError unless `good`. The error says: this argument, this value, what is `wanted`.
+
+    `name` and `value` are those of the argument.
+    """
     if not good:
         raise ConfigError(f"{name}={brief(value)}: expected {wanted}")
 
@@ -164,7 +167,7 @@ def check_microbatches(microbatches: int | None, global_batch: int, strategy) ->
 
 
 def check_replicated(strategy, **settings: int | None) -> None:
-    """Raise ConfigError if `settings` that need allreduce are given with another strategy."""
+    """Raise ConfigError if any of `settings`, which need `AllReduce`, has another `strategy`."""
     check_whole(**settings)
     for name, value in settings.items():
         if value is not None and not getattr(strategy, "has_replicas", False):
@@ -231,7 +234,10 @@ def check_checkpoint(checkpoint, resume) -> None:
 
 
 def check_elastic(elastic, strategy, checkpoint) -> Elastic | None:
-    """Return the settings of an elastic run, or None; raise ConfigError if it is not possible."""
+    """Return the settings of a run that goes on after the death of a rank, or None for other runs.
+
+    Raises ConfigError if the strategy or the checkpoint does not allow such a run.
+    """
     if elastic is None or elastic is False:
         if getattr(strategy, "keeps_copies", False):
             raise ConfigError(
@@ -307,7 +313,7 @@ def check_reading(loading, quarantine, retry_bad) -> None:
 def check_loss(loss) -> Any:
     """Return the loss of a model; raise ConfigError unless it is one number, as a scalar or array.
 
-    NaN and infinity are allowed here.
+    NaN and infinity pass this check.
     """
     if isinstance(loss, Real):
         return loss

@@ -44,7 +44,7 @@ _REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Carried:
-    """The state that a run of `md.train` keeps when its communicator changes; empty at first.
+    """What a run of `md.train` keeps in memory when a rank dies, to go on with; empty at first.
 
     `name` is the name of an elastic run, equal on all ranks, and "" for any other run.
     """
@@ -68,20 +68,23 @@ class Carried:
     # -- a run continues from the kept state ---------------------------------------------
 
     def fresh(self, resume: bool | str) -> bool | str:
-        """Return the argument `fresh` of the store, for the argument `resume` of `md.train`.
+        """Return the argument `fresh` of the checkpoint store, from `resume` of `md.train`.
 
-        An elastic run may open the store several times. By the name of the run, the store
+        A run may open the store again after each death. By the name of the run, the store
         recognises that it belongs to the same run.
         """
         return resume == "fresh" and (self.name or True)
 
     @property
     def memory(self) -> Path | None:
-        """The folder for copies of the state in a node's memory; None if no copies are wanted."""
+        """The folder in /dev/shm for copies of the state; None if the run makes no such copies."""
         return memory_folder() if self.group and self.group.settings.every else None
 
     def copies(self, store, step: int):
-        """Return a `MemoryCopies` for the steps after `step`, or None if no copies are wanted."""
+        """Return the object that copies the state to the nodes' memory from `step` on, or None.
+
+        It is a `MemoryCopies`. None means that the run makes no such copies.
+        """
         every, memory = self.group and self.group.settings.every, self.memory
         if not every or memory is None or getattr(store, "folder", None) != memory:
             return None
@@ -92,9 +95,9 @@ class Carried:
         return copies
 
     def open(self, strategy, comm, asked, settings: Mapping):
-        """Open the exchange of gradients. Collective.
+        """Return the object that exchanges gradients, which `strategy` makes. Collective.
 
-        After the death of a rank, the exchange is opened with the kept state of the optimizer.
+        After the death of a rank, this object gets the kept state of the optimizer.
         """
         if self._facts is None:
             return strategy.open(comm, asked.model, asked.optimizer, **settings)
@@ -102,7 +105,10 @@ class Carried:
         return strategy.open(comm, asked.model, self._optimizer, optimizer_state=state, **settings)
 
     def continue_run(self, run: Progress) -> bool:
-        """Let `run` continue from the kept state; return whether there is a state. Collective."""
+        """Let `run` continue from the state that this rank has kept; return whether it has one.
+
+        Collective.
+        """
         if self.group is not None and self.group.deaths:
             run.deaths, run.evicted = self.group.deaths, self.group.evicted
             run.ranks_before = self.group.ranks_at_first
@@ -117,18 +123,21 @@ class Carried:
         run.resume(resume, retry_bad, handed)
 
     def interval_from(self, step: int) -> int:
-        """Return the step from which all workers count to the next save."""
+        """Return the step from which all workers count the steps to the next checkpoint."""
         return step
 
     def begin(self, exchange) -> None:
-        """Begin the exchange. Its cost (`price`) is measured only once in a run. Collective."""
+        """Prepare the exchange of gradients for the first step. Collective.
+
+        The exchange measures its cost (`price`) only once in a run, and not again after a death.
+        """
         if self._facts is None:
             exchange.begin()
         else:
             exchange.price = self._facts["price"]
 
     def hold(self, run: Progress, guard: Guard, callbacks) -> None:
-        """Keep the state of `run` if a rank dies from now on; `run` is about to do its steps."""
+        """From now on, keep the state of `run` if a rank dies. Called before the first step."""
         group = self.group
         if group is None:
             return
@@ -152,21 +161,27 @@ class Carried:
                     callback(report)
 
     def step_done(self, step: int) -> None:
-        """Show that this rank has done `step` steps, and evict slow ranks. Collective."""
+        """Show the other ranks that this rank has done `step` steps; evict (end) slow ranks.
+
+        Collective.
+        """
         if self.group is not None:
             self.group.watch.step_done(step)
             if self._slow is not None:
                 self._slow.end_of_step()
 
     def end_steps(self) -> None:
-        """Show that this rank does no more steps, so that no rank evicts it as late."""
+        """Show that this rank does no more steps, so that no other rank kills it as late."""
         if self.group is not None:
             self.group.watch.end_steps()
 
     # -- after a death -------------------------------------------------------------------
 
     def note_state(self) -> int:
-        """Keep the state of the run that a death has interrupted; return its step, or -1."""
+        """Keep the state of the run that a death has interrupted; return its step.
+
+        Returns -1 if this rank had not begun its steps.
+        """
         run, self._run = self._run, None
         if run is not None and self._guard is not None:
             self._facts = run.facts_to_carry(self._guard.losses())
@@ -176,7 +191,7 @@ class Carried:
 
     @property
     def step(self) -> int:
-        """The number of steps done in the kept state; -1 if this rank had not begun its steps."""
+        """The number of steps done when the state was kept; -1 if this rank has kept none."""
         return -1 if self._facts is None else self._facts["step"]
 
     def state(self) -> dict:
@@ -206,7 +221,7 @@ class Carried:
         return newest
 
     def check_living(self, ranks: Sequence[int]) -> None:
-        """Raise RankFailure on all ranks if the run cannot go on with only these `ranks`.
+        """Raise RankFailure on all ranks if the run cannot go on with only the living `ranks`.
 
         `ranks` are numbers in the communicator with which the run began. This method raises
         nothing, because replicas can go on with any ranks; subclasses override it.

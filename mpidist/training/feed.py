@@ -36,8 +36,8 @@ class Feed:
     ----------
     source : Source
     run : Progress
-        The run, which has the position in the data, this worker's part of a batch, and the list to
-        which bad records are added.
+        The run for which samples are read. It has the position in the data, this worker's part of a
+        batch, and the list to which bad records are added.
     loading : Loading, optional
 
     Attributes
@@ -105,15 +105,19 @@ class Feed:
         return taken
 
     def undo(self) -> None:
-        """Restore the model's state from before this step, such as its running means."""
+        """Restore the model's state (such as running means) to that before this step.
+
+        Used if the step is discarded.
+        """
         for name, array in self._state.items():
             self.model.state[name][...] = array
 
     def tolerate(self, batch: tuple, indices, call: Callable[[tuple], float]) -> tuple[float, int]:
-        """Call `call` with the samples that the model accepts; return (result, number of samples).
+        """Call `call` with those samples of a batch that the model accepts.
 
-        A model rejects a batch by an exception in `REJECTIONS`. Each sample of a rejected batch is
-        then given to the model alone, to find the samples that the model rejects.
+        Returns (its result, the number of these samples). A model rejects a batch by raising one of
+        the exceptions in `REJECTIONS`. Each sample of a rejected batch is then given to the model
+        alone, to find the samples that the model rejects.
         """
         while len(indices):
             try:

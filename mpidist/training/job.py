@@ -237,7 +237,7 @@ def _check_values(job: Job) -> None:
 
 
 def elastic_of(job: Job) -> Elastic | None:
-    """Return the argument `elastic` of `md.train` for a job."""
+    """Return the argument `elastic` of `md.train` that a job file describes, or None."""
     if job.elastic is None:
         return None
     return build({"elastic": Elastic}, "elastic", job.elastic, "table")

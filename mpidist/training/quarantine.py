@@ -75,7 +75,7 @@ class Quarantine:
         self._indices = np.empty(0, np.int64)
 
     def wanted(self, indices: np.ndarray) -> np.ndarray:
-        """Return `indices` without the records that are known to be bad."""
+        """Return those of the records numbered `indices` that are not known to be bad."""
         return indices[~np.isin(indices, self._indices)] if len(self._indices) else indices
 
     def note(self, bad: Iterable[BadRecord]) -> None:
@@ -90,13 +90,17 @@ class Quarantine:
 
     @property
     def full(self) -> bool:
-        """Whether this rank knows of more bad records than are allowed."""
+        """Whether this rank knows of more bad records than `max_bad` allows."""
         # Between two agreements a worker may find the same record once in each epoch.
         new = {index for index, _ in self.found if index not in self.known}
         return len(self.known) + len(new) > self.allowed
 
     def agree(self, stop: bool = False, starved: bool = False) -> Verdict:
-        """Exchange the bad records that each worker has found. Collective over the workers."""
+        """Exchange the bad records that each worker has found; decide how the run goes on.
+
+        Collective over the workers. `stop` says whether this worker wants to stop, and `starved`
+        whether it still waits for its samples.
+        """
         mine = bool(stop), starved, self.found
         everyone = run_on_all(self.comm, "md.train: bad records", lambda: mine, list)
         stops, starving, records = zip(*everyone, strict=True)

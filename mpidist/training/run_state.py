@@ -1,4 +1,4 @@
-"""The state of a run: its step, position and losses, and how they are saved and restored."""
+"""The state of a training run: step, position and losses, and how they are saved and restored."""
 
 from __future__ import annotations
 
@@ -129,13 +129,13 @@ class Progress:
         self.position = after
 
     def start_loop(self, last: int) -> None:
-        """Start measuring the time from which the samples per second are computed."""
+        """Start the clock for the samples per second: the run does its first step now."""
         self.last = last
         heartbeat.note_steps(self.step)
         self.loop_began = time.perf_counter()
 
     def end_loop(self) -> None:
-        """Stop measuring the time from which the samples per second are computed."""
+        """Stop the clock for the samples per second, after the last step."""
         self.loop_seconds = time.perf_counter() - self.loop_began
 
     def train_loss(self) -> float:
@@ -201,12 +201,12 @@ class Progress:
             self.store.continue_newest()
 
     def checkpoint(self, pace: SaveInterval | None = None) -> None:
-        """Save this step, unless it is already saved. Collective over the workers.
+        """Save a checkpoint of this step, unless it is already saved. Collective over the workers.
 
-        With parameter servers, this method also makes the servers save their arrays. `pace` chooses
-        the steps that are saved; if it is given, a run with allreduce saves in the background.
-        Without `pace`, the state is on stable storage when this method returns; if saving has
-        failed, `saved_step` is None.
+        With parameter servers, this method also makes the servers save their arrays. `pace` says at
+        which steps to save; if it is given, a run with allreduce saves in the background. Without
+        `pace`, the state is on stable storage when this method returns; if saving has failed,
+        `saved_step` is None.
         """
         if self.store is None:
             return
@@ -227,7 +227,7 @@ class Progress:
             pace.saved(self.exchange.workers, self.step, time.monotonic() - began)
 
     def keep_copy(self, copies) -> None:
-        """Keep this step in the memory of the nodes, if a copy is due. Collective.
+        """Copy the state of this step to the memory of the nodes, if a copy is due. Collective.
 
         `copies` is a `MemoryCopies`.
         """
@@ -239,9 +239,9 @@ class Progress:
         copies.keep(self.comm, self.step, state)
 
     def hand_over(self) -> bool:
-        """If the job's next attempt asks for it, leave the state in memory for it. Collective.
+        """Leave the state in memory for newly started, more ranks, if they ask for it. Collective.
 
-        Returns whether the next attempt continues from this state; if not, the caller saves it.
+        Returns whether these ranks continue the run from this state; if not, the caller saves it.
         """
         memory = memory_folder()
         if memory is None or not hasattr(self.store, "let_go"):
@@ -286,7 +286,7 @@ class Progress:
                 _print(f"not saved, the run goes on: {error}")
 
     def agree_on_bad_records(self) -> None:
-        """Exchange the bad records of asynchronous workers. Collective over the workers."""
+        """Exchange the bad records of workers at different steps. Collective over the workers."""
         if not self.exchange.synchronous:
             self.quarantine.agree()
             self.stopping = self.stopping or self.quarantine.full
@@ -339,8 +339,8 @@ class Progress:
 
         `resume` and `retry_bad` are arguments of `md.train`. The argument `resume` says whether a
         checkpoint is required, allowed or forbidden. With `retry_bad`, the run reads the records
-        again that the checkpoint lists as bad. `handed` says where the previous attempt has left
-        the state, see `hand_over.wait_for_turn`.
+        again that the checkpoint lists as bad. `handed` says where the job's previous start has
+        left the state: see `hand_over.wait_for_turn`.
         """
         if self.store is None:
             return
@@ -403,7 +403,7 @@ class Progress:
     # -- the end -----------------------------------------------------------------------
 
     def agree_on_the_end(self, watcher) -> None:
-        """Raise the error that ends the run early, such as a bad loss or a stop. Collective."""
+        """If the run ends early (bad loss, stop), raise the error for that. Collective."""
         mine = [self.step, self.bad, self.stopping, self.quarantine.full, not self.in_time]
         everyone = run_on_all(self.comm, "md.train: the end", lambda: mine, list)
         self.step, bad, stopping, full, late = (
@@ -440,7 +440,7 @@ class Progress:
 
 
 def without_losses(facts: Mapping) -> dict:
-    """Return `facts`, of `facts_to_carry`, without losses: for a worker that did no steps yet."""
+    """Return the result of `facts_to_carry` without losses: for a worker that did no steps yet."""
     new = {"_losses": [0.0, 0], "_losses_of": -1}
     more = [new.get(*each) for each in zip(_CARRIED, facts["more"], strict=True)]
     return {**facts, "more": more}

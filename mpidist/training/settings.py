@@ -49,7 +49,7 @@ _WITNESSES, _LONGEST = 8, 80
 
 
 class TrainSettings(NamedTuple):
-    """The objects that are made from the arguments of `md.train`.
+    """The checked arguments of `md.train`, and the objects that were made from them.
 
     `elastic` has the settings of a run that goes on after the death of a rank; None for other runs.
     `watch` says whether `md.train` must start a watch for hangs, because the program has not
@@ -171,7 +171,10 @@ def checked(
 
 
 def settings_in_words(found: TrainSettings, given: Mapping[str, Any]) -> dict[str, str]:
-    """Return every setting that must be equal on all ranks, as text."""
+    """Return {setting: text} for every setting of `md.train` that must be equal on all ranks.
+
+    `given` has the arguments of `md.train`, and `found` the objects made from them.
+    """
     words: dict[str, str] = {}
     for name, value in given.items():
         if name in PRESENCE:
@@ -304,7 +307,7 @@ def _digest(words: Mapping[str, str]) -> str:
 
 
 def settings_difference(everyone: Sequence[tuple[str, Mapping[str, str] | None]]) -> str:
-    """Return a text that names a setting that differs between ranks, and its values. Pure.
+    """Return a text that names a setting that differs between ranks, with its values.
 
     `everyone` has a pair (digest, words) for each rank: `words` are the settings as text, and
     `digest` is their digest. Ranks with the same digest have the same settings, so only the first
@@ -332,7 +335,7 @@ def settings_difference(everyone: Sequence[tuple[str, Mapping[str, str] | None]]
 
 
 def shortened(text: str) -> str:
-    """Cut a long text to a fixed length, and add a digest of the whole text. Pure."""
+    """Return a text as it is if it is short; otherwise its beginning and a digest of all of it."""
     if len(text) <= _LONGEST:
         return text
     return f"{text[:_LONGEST]}... ({hashlib.blake2b(text.encode(), digest_size=4).hexdigest()})"

@@ -17,7 +17,9 @@ from typing import Any
 
 
 def keep(folder: Path, job_file: Path, facts: Mapping[str, Any]) -> None:
-    """Write `facts` and a copy of `job_file` as the record of a new start of the run in `folder`.
+    """Record a new start of the run in `folder`: write `facts` and a copy of `job_file`.
+
+    `facts` has, for example, the command that was used.
 
     Raises OSError if the files cannot be written.
     """

@@ -48,7 +48,7 @@ class Summary:
     step_times: dict | None = None
 
     def as_dict(self) -> dict:
-        """Return plain numbers and strings for ``summary.json``.
+        """Return the summary as a dict of plain numbers and strings, for ``summary.json``.
 
         A run that was resumed at its last step has a train loss of NaN, which becomes None.
         """
@@ -57,7 +57,9 @@ class Summary:
 
 
 def gather_facts(run: Progress, test_data) -> dict:
-    """Evaluate the model and return the fields of the summary. Collective over the workers.
+    """Evaluate the model on `test_data`; return the fields of a `Summary`, by name.
+
+    Collective over the workers.
 
     Raises ReplicaError if the parameters differ between workers.
     """

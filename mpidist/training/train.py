@@ -193,11 +193,11 @@ def train(
 
 
 def pass_over(run: Progress, exchange, sampler) -> int:
-    """Skip the steps that the other workers have made without this worker; return their number.
+    """Skip the steps that the other workers have done without this worker; return their number.
 
     Workers skip steps only under `BackupWorkers`. All workers stop after the same step, and no
-    worker goes beyond it. So if the other workers have stopped at the step that this worker has
-    come to, this worker stops, too.
+    worker goes beyond it. So if the other workers have stopped at the step to which this worker has
+    skipped, this worker stops, too.
     """
     steps = exchange.passed_over() if hasattr(exchange, "passed_over") else 0
     for _ in range(steps):

@@ -1,9 +1,9 @@
 """Advise on how many hosts the workers of a model should be, for a measured network. Without MPI.
 
-For each number of hosts that divides the workers, the best plan is placed on the hosts so that few
-bytes are sent between hosts (`stage_placement`). Messages are sent while the workers compute, so
-the time from one microbatch to the next is the largest of these three times, over all stages and
-hosts:
+First, `cut` chooses how to cut the model into stages, and how many workers each stage has. For each
+number of hosts that divides the workers, the workers are then placed on the hosts so that few bytes
+are sent between hosts (`stage_placement`). Messages are sent while the workers compute, so the time
+from one microbatch to the next is the largest of these three times, over all stages and hosts:
 
     workers     seconds of a forward and a backward pass of a stage / replicas of the stage
     memory      bytes to workers on the same host / bandwidth within a host
@@ -29,7 +29,9 @@ _EQUAL = 0.02
 
 
 class HostLayout(NamedTuple):
-    """The best plan for one number of hosts.
+    """How the workers of a pipeline are placed on one number of hosts, and the time that follows.
+
+    `hosts` is the number of hosts, and `workers_each` the number of workers on each.
 
     `seconds` is the time from one microbatch to the next. `limit` says what limits this time:
     "workers", "memory" or "network". `bytes_between` is the number of bytes that are sent between
@@ -52,7 +54,9 @@ def advise_hosts(
     network: NetworkModel,
     settings: Mapping[str, Any] | None = None,
 ) -> list[HostLayout]:
-    """Return the best layout for each number of hosts that divides `workers`, fewest hosts first.
+    """Return the best placement of the workers for each number of hosts that divides `workers`.
+
+    The placement on the fewest hosts comes first.
 
     Parameters
     ----------
@@ -61,7 +65,7 @@ def advise_hosts(
     network : NetworkModel
         `gap` and `node_gap` are used: the seconds per byte between and within hosts.
     settings : mapping, optional
-        Arguments of `cut`, without `workers` and `bandwidth`.
+        Arguments of `cut`, which cuts the model into stages; all but `workers` and `bandwidth`.
     """
     checked_whole("workers", workers, 1)
     plans: list[PipelinePlan] = []

@@ -28,7 +28,11 @@ from ..pipeline_schedules import AHEAD, B, F, StageAction, U, with_messages
 
 
 def rounds_behind(replicas: Sequence[int], stage: int) -> int:
-    """Return the depth of a stage: by how many rounds its backward passes come later."""
+    """Return the depth of a stage: the rounds from a microbatch's forward to its backward pass.
+
+    A round is as many microbatches as the stage has replicas, one for each replica. `replicas` has
+    the number of replicas of each stage.
+    """
     return -(-sum(replicas[stage:]) // replicas[stage]) - 1
 
 
@@ -45,7 +49,9 @@ def passes(
     replicas: Sequence[int], stage: int, replica: int, empty_at: int, start: int, stop: int,
     drain: bool,
 ) -> list[StageAction]:  # fmt: skip
-    """Return the actions of a rank when microbatches `start` up to (not with) `stop` enter.
+    """Return what a rank does from the entry of microbatch `start` to before that of `stop`.
+
+    The rank is number `replica` of the replicas of `stage`.
 
     Parameters
     ----------

@@ -26,7 +26,7 @@ MOST_OFF = 0.2
 
 
 class CutChoice(NamedTuple):
-    """Where a model is cut, and why.
+    """Where a model is cut into the stages of a pipeline, and why there.
 
     Attributes
     ----------
@@ -53,7 +53,11 @@ class CutChoice(NamedTuple):
 
 
 def profile_rows(profile: LayerProfile) -> list[list[float]]:
-    """Return the profile of a chain as plain lists, for a checkpoint."""
+    """Return the profile of a model's layers as plain lists, which a checkpoint can store.
+
+    Each row is (forward, backward, output bytes, parameter bytes) of a layer, with times in
+    seconds.
+    """
     return [
         [one.forward, one.backward, one.output_bytes, one.parameter_bytes]
         for one in profile.layers
@@ -61,7 +65,10 @@ def profile_rows(profile: LayerProfile) -> list[list[float]]:
 
 
 def best_cuts(rows: Sequence[Sequence[float]], parts: int) -> list[int]:
-    """Return the cuts of a chain with which the slowest of `parts` parts takes the least time."""
+    """Return the cuts with which the slowest of `parts` parts of a chain of layers is fastest.
+
+    `rows` is the result of `profile_rows`. A cut is the number of layers before it.
+    """
     profile = chain([
         Layer(f"layer{k}", "layer", forward, backward, output, parameters)
         for k, (forward, backward, output, parameters) in enumerate(rows)
@@ -73,7 +80,11 @@ def best_cuts(rows: Sequence[Sequence[float]], parts: int) -> list[int]:
 def stage_ratios(
     rows: Sequence[Sequence[float]], cuts: Sequence[int], seconds: Sequence[float | None]
 ) -> list[float | None]:
-    """Return measured time / planned time of each part; None where one of them is not known."""
+    """Return, for each part of a cut model, its measured time divided by the time of its layers.
+
+    `rows` is the result of `profile_rows`, and `seconds` has the measured time of each part. A
+    ratio is None if one of its two times is not known.
+    """
     found = []
     for (start, stop), measured in zip(pairwise([0, *cuts, len(rows)]), seconds, strict=True):
         planned = sum(row[0] + row[1] for row in rows[start:stop])

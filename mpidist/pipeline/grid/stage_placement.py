@@ -37,7 +37,9 @@ _MOST_SWAPPED = 256
 def slot_links(
     grid, cut_bytes: Sequence[float], sum_bytes: Sequence[float]
 ) -> dict[tuple[int, int], float]:
-    """Return the bytes that each pair of slots (a, b), a < b, exchanges in a step.
+    """Return {(a, b): bytes}: what each pair a < b of stage replicas exchanges in a step.
+
+    The replicas of all stages are numbered stage by stage; such a number is called a slot.
 
     Parameters
     ----------
@@ -63,12 +65,16 @@ def slot_links(
 
 
 def bytes_between_hosts(hosts: Sequence, links: Links) -> float:
-    """Return the bytes between slots on different hosts; `hosts` has the host of each slot."""
+    """Return how many bytes are exchanged in a step between replicas of stages on different hosts.
+
+    `hosts` has the host of each slot (a replica of a stage), and `links` is the result of
+    `slot_links`.
+    """
     return sum(size for (a, b), size in links.items() if hosts[a] != hosts[b])
 
 
 def place_ranks(nodes: Sequence[int], replicas: Sequence[int], links: Links) -> list[int]:
-    """Return the rank of each slot.
+    """Choose the rank of each slot (a replica of a stage), so that few bytes cross between nodes.
 
     Parameters
     ----------

@@ -1,1 +1,1 @@
-"""The runtime of pipelines: `Stage` computes a rank's layers and exchanges data with stages."""
+"""The runtime of pipelines: `Stage` computes a rank's layers, and sends data to other stages."""

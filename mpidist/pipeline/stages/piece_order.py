@@ -1,4 +1,4 @@
-"""Add pieces (gradients of microbatches) to a `PieceSum` in any order of their numbers.
+"""Add the gradients of microbatches ("pieces") in any order; the sum has always the same bits.
 
 If stages have different numbers of replicas, a rank gets pieces of several blocks of microbatches
 in turn. All pieces are added in a fixed binary tree. The sum at a node of the tree is computed as
@@ -17,9 +17,10 @@ from ...collectives.schedules import fixed_tree
 
 
 class AnyOrderSum:
-    """Takes the pieces of one rank in any order, and passes sums of nodes of the tree to `sums`.
+    """Takes one rank's gradients of microbatches ("pieces") in any order, and adds them in a tree.
 
-    `sums` is a `PieceSum`. It gets the sums of nodes in the order of the pieces in the nodes.
+    `sums` is a `PieceSum`, which adds over all ranks. It gets the sums at nodes of its fixed tree,
+    in the order in which it would get the single pieces.
     """
 
     def __init__(self, sums: PieceSum):
@@ -32,7 +33,10 @@ class AnyOrderSum:
         self._next = 0
 
     def add(self, piece: int, vector, weight: float = 1.0) -> None:
-        """Add ``weight * vector`` as the piece number `piece`; None as `vector` means zeros."""
+        """Add ``weight * vector`` as the gradients of microbatch number `piece`.
+
+        None as `vector` means zeros.
+        """
         dtype, row = self.sums.dtype, self.sums.rows[0]
         total = self._free.pop() if self._free else array_module(row).empty(row.shape, dtype)
         if vector is None:
@@ -66,6 +70,6 @@ class AnyOrderSum:
             self._next += 1
 
     def finish(self, out) -> None:
-        """Write the sum over all pieces of all ranks into `out`, as `PieceSum.finish` does."""
+        """Write the sum over all ranks' microbatches into `out`, as `PieceSum.finish` does."""
         self.sums.finish(out)
         self._next = 0

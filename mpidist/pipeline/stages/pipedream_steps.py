@@ -3,8 +3,9 @@
 At the end of a step, some microbatches are still under way: they have had their forward pass on
 some ranks, but not all backward passes (`pipedream_order`). `drain` finishes these microbatches. A
 step also finishes all microbatches that are under way after each `flush` microbatches. The replicas
-of a stage add the gradients of a round with an object of the class `Gradients`. The caller passes
-this class as an argument, because `pipeline/` must not depend on how gradients are exchanged.
+of a stage add the gradients of a round (one microbatch of each replica) with an object of the class
+`Gradients`. The caller passes this class as an argument, because `pipeline/` must not depend on how
+gradients are exchanged.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class PipeDreamSteps:
 
     @staticmethod
     def check(grid, gradients: Callable | None) -> None:
-        """Raise ConfigError if stages have replicas and `gradients` is None."""
+        """Raise ConfigError if stages have several ranks, but `gradients` is None."""
         if gradients is None and max(grid.replicas) > 1:
             raise ConfigError(
                 f"replicas={list(grid.replicas)} with 'pipedream' add gradients in each update: "
@@ -57,9 +58,9 @@ class PipeDreamSteps:
             )
 
     def step(self, inputs: dict, labels: dict, sizes, total: int, update) -> tuple[list, float]:
-        """Do a step; return the times of its computations, and this rank's share of the loss.
+        """Do a step; return the times of its computations, and this rank's part of the mean loss.
 
-        Collective.
+        Collective. The parts of all ranks add up to the mean loss of the microbatches.
         """
         grid, first = self._stage.grid, self._entered
         self._pass.enter(first, inputs, labels, sizes, total, update)
@@ -89,7 +90,7 @@ class PipeDreamSteps:
             stage.wait(stage.messages.progress, "the end of the sends")
 
     def close(self) -> None:
-        """Free the exchange of gradients. Collective over the replicas, but without a message."""
+        """Free the exchange of gradients. Collective over the stage's ranks; sends no message."""
         if self._exchange is not None:
             self._exchange.close()
 
@@ -107,7 +108,11 @@ class PipeDreamPass(StagePass):
         self._round = stage.grid.replicas[stage.stage]
 
     def enter(self, first: int, inputs: dict, labels: dict, sizes, total: int, update) -> None:
-        """Take the microbatches of a step; `first` is the number of the first one in the run."""
+        """Accept the microbatches of a step, whose actions `do` will carry out.
+
+        `first` is the number of the first of these microbatches, counted from the beginning of the
+        run. The other arguments are those of `Stage.run`.
+        """
         padded = [*sizes, *[0] * (self.stage.grid.padded - len(sizes))]
         self.sizes.update(enumerate(padded, first))
         self._weights.update({first + i: size / total for i, size in enumerate(padded)})
@@ -116,7 +121,11 @@ class PipeDreamPass(StagePass):
         self._update = update
 
     def taken(self) -> tuple[list, float]:
-        """Return the spans and the loss of this rank's microbatches since the last call."""
+        """Return what this rank has computed since the last call: (spans, loss).
+
+        `spans` are the times of its computations, as in `Stage.spans`. The loss is this rank's part
+        of the mean loss.
+        """
         found = self.spans, self._loss
         self.spans, self._loss = [], 0.0
         return found

@@ -67,7 +67,7 @@ class Stage:
     Attributes
     ----------
     stage, replica : int
-        Which stage this rank has, and which replica of this stage it is.
+        The number of this rank's stage, and this rank's number among the ranks of the stage.
     halves : bool
         Whether the gradients of inputs and of weights are computed at different times.
     parameters : dict of str to array
@@ -281,13 +281,13 @@ class Stage:
             self._times[chunk, kind] = seconds + end - begin, count + 1
 
     def note_stash(self) -> None:
-        """Update the maxima `kept` and `stash_bytes` with what this rank keeps now."""
+        """Raise `kept` and `stash_bytes` to the present amounts, if these are larger."""
         chunks = self.chunks.values()
         self.kept = max(self.kept, sum(one.kept for one in chunks))
         self.stash_bytes = max(self.stash_bytes, sum(one.stash_bytes for one in chunks))
 
     def mean_times(self) -> dict[tuple[int, str], float]:
-        """Return the mean seconds of each kind of computation in each chunk of this rank."""
+        """Return {(chunk, kind): mean seconds} of this rank's computations in the steps so far."""
         return {key: seconds / count for key, (seconds, count) in self._times.items()}
 
     def staleness(self) -> tuple[int, float]:
@@ -302,7 +302,10 @@ class Stage:
         return max(one.stalest for one in chunks), missed / max(used, 1)
 
     def forward(self, inputs, sizes: Sequence[int]) -> list:
-        """Return the scores of this rank's microbatches; an empty list if not on the last stage."""
+        """Return the scores of this rank's microbatches; an empty list if not on the last stage.
+
+        Collective over all ranks. `sizes` has the number of samples of each microbatch.
+        """
         with self._operation("md.Stage.predict", sizes):
             x, _ = self._cut(inputs, None, sizes)
             padded = [*sizes, *[0] * (self.grid.padded - len(sizes))]
@@ -314,7 +317,7 @@ class Stage:
         return [scores for _, scores in sorted(one_pass.scores.items())]
 
     def visit(self, arrays: dict, function: Callable[[str, Any], None]) -> None:
-        """Call ``function(name, array)`` on rank 0 for the arrays of all stages.
+        """Call ``function(name, array)`` on rank 0 for the `arrays` of all stages. Collective.
 
         The arrays come in the order of their names, and are sent to rank 0 one at a time.
         """
@@ -337,7 +340,10 @@ class Stage:
                     self.messages.drop(one)
 
     def loss_share(self) -> float:
-        """Return this rank's part of the mean loss of the step, for a sum over all ranks."""
+        """Return this rank's part of the mean loss of the last step.
+
+        The parts of all ranks add up to this mean.
+        """
         return self._loss if self.reads_labels else 0.0
 
     def _operation(self, name: str, sizes: Sequence[int]) -> ExitStack:

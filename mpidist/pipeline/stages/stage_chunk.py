@@ -1,4 +1,4 @@
-"""A chunk: layers of one rank that follow each other, with the sums of their gradients."""
+"""A chunk: consecutive layers of one rank, with the sums of their gradients over microbatches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _nothing(name: str) -> None:
 
 
 class Chunk:
-    """Some layers of a model that follow each other.
+    """Consecutive layers of a model, which one rank computes, and the sums of their gradients.
 
     Parameters
     ----------
@@ -28,8 +28,10 @@ class Chunk:
         The index in `layers` at which the backward pass ends, because no layer before has
         parameters. None if the backward pass goes on in the chunk before.
     views, vectors
-        `views` are the gradients of a microbatch by name. They are views of `vectors`. The last two
-        numbers of the first vector belong to no gradient; the last chunk puts the loss there.
+        `views` has, by name, the arrays into which the gradients of a microbatch are written. They
+        are views of `vectors`, which are summed over microbatches and replicas. The last two
+        numbers of the first vector belong to no gradient; the last chunk of the model puts the loss
+        there.
     """
 
     #: The largest number of versions of the parameters at the same time. `VersionedChunk` explains
@@ -63,7 +65,7 @@ class Chunk:
 
     @property
     def stash_bytes(self) -> int:
-        """The bytes that are kept for microbatches under way."""
+        """The bytes that are kept for microbatches whose backward pass is still to come."""
         return sum(self._bytes.values())
 
     @property
@@ -79,9 +81,11 @@ class Chunk:
         )
 
     def open_sums(self, comm, pieces: int, in_order: bool) -> None:
-        """Make the sums over the replicas of this stage, `comm`. Collective over `comm`.
+        """Prepare to sum the gradients over microbatches and ranks. Collective over `comm`.
 
-        `in_order` says whether the microbatches come in the order of their numbers.
+        `comm` has the ranks of this stage, and `pieces` is the number of microbatches of all of
+        them. `in_order` says whether this rank computes its microbatches in the order of their
+        numbers.
         """
         self.in_parts = is_sent(comm)
         for k, vector in enumerate(self.vectors):
@@ -107,7 +111,7 @@ class Chunk:
                 memory[-2:] = part.vector[-2:]  # the loss
 
     def forward(self, microbatch: int, x, keep: bool):
-        """Return the output for the input `x`; with `keep`, keep what `backward` needs."""
+        """Return the layers' output for the input `x`; with `keep`, keep what `backward` needs."""
         tape, entered = [], x
         for layer in self.layers:
             x, saved = layer.forward(self.parameters, x)
@@ -140,8 +144,8 @@ class Chunk:
         """Write the gradients of a microbatch; return the gradient of the input.
 
         The result is None if no layer before this chunk has parameters. ``ready(name)`` is called
-        as soon as the gradient of the parameter `name` is final. `weight` is the weight in the
-        following `add`.
+        as soon as the gradient of the parameter `name` is final. `weight` is the factor with which
+        the following call of `add` multiplies these gradients, if it is already known.
         """
         tape, parameters = self._tapes.pop(microbatch), self.used_by(microbatch)
         del self._bytes[microbatch]
@@ -156,7 +160,9 @@ class Chunk:
         return dy if self.first is None else None
 
     def backward_input(self, microbatch: int, dy):
-        """Return the gradient of the input, as `backward` does. Call `backward_weights` later.
+        """Return only the gradient of the input, which the chunk before needs.
+
+        Call `backward_weights` later.
 
         A layer whose backward pass cannot be split computes all its gradients here. These gradients
         are kept until `backward_weights` is called.
@@ -190,7 +196,10 @@ class Chunk:
         ready: Callable[[str], None] = _nothing,
         weight: float | None = None,
     ) -> None:
-        """Write the gradients of a microbatch, see `backward`. Called after `backward_input`."""
+        """Write the gradients of the parameters for a microbatch, after `backward_input`.
+
+        ``ready`` and `weight` are as in `backward`.
+        """
         del self._bytes[microbatch]
         self._aim(weight)
         for i, layer, saved, dy in self._later.pop(microbatch):
@@ -203,22 +212,26 @@ class Chunk:
             self._take(i)
 
     def note_loss(self, loss: float) -> None:
-        """Put the loss of a microbatch beside its gradients, before they are added."""
+        """Store the loss of a microbatch beside its gradients, so that `add` adds it, too."""
         if self.vectors:
             self.vectors[0][-2] = loss
 
     def add_ready(self, microbatch: int, weight: float, ready: set[str]) -> None:
-        """Add the gradients of each part that is ready: all its names are in `ready`."""
+        """Add the gradients of a microbatch, but only those parts of the vector that are final.
+
+        A part is a contiguous piece of the vector of gradients. It is final if `ready` has the
+        names of all its gradients.
+        """
         for k, part in enumerate(self.parts):
             if k not in self._added and part.names and part.names <= ready:
                 part.add(microbatch, weight)
                 self._added.add(k)
 
     def add(self, microbatch: int, weight: float | None) -> None:
-        """Add the gradients of a microbatch, multiplied by `weight`.
+        """Add the gradients of a microbatch, multiplied by `weight`, to the sums.
 
-        `weight` is None for a microbatch without samples. The parts that `add_ready` has already
-        added are left out.
+        `weight` is None for a microbatch without samples. Gradients that `add_ready` has already
+        added are not added again.
         """
         for k, part in enumerate(self.parts):
             if k not in self._added:
@@ -227,7 +240,7 @@ class Chunk:
 
     @property
     def loss(self) -> float:
-        """The sum of the losses, after the sums are finished."""
+        """The weighted sum of the losses of all microbatches, once the sums are finished."""
         return float(self.vectors[0][-2]) if self.vectors else 0.0
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ class ArrayLayout(NamedTuple):
     strides: tuple[int, ...]
 
     def encode(self, samples: int) -> np.ndarray:
-        """Return the message with this layout, for arrays with this number of samples."""
+        """Return a message that says: arrays with this number of samples have this layout."""
         text = json.dumps([samples, self.dtype, self.shape, self.strides]).encode()
         return np.frombuffer(text.ljust(_LAYOUT_BYTES), np.uint8)
 
@@ -63,7 +63,7 @@ class ArrayLayout(NamedTuple):
 
 
 class Arrival:
-    """The receive of one array."""
+    """An array that this rank receives from another stage, from the request to its release."""
 
     def __init__(self, messages: StageMessages, source: int, channel: int, samples: int):
         self.messages, self.source, self.channel = messages, source, channel
@@ -146,7 +146,7 @@ class StageMessages:
         return one
 
     def begin_receives(self, source: int, channel: int) -> None:
-        """Begin the noted receives in their order, up to the first one with an unknown layout."""
+        """Begin the receives that `receive` has noted, up to the first array of unknown layout."""
         noted = self._noted[source, channel]
         while noted:
             one = noted[0]
@@ -174,14 +174,17 @@ class StageMessages:
         return memory[start : start + nbytes]
 
     def give_back(self, arrived: Sequence[Arrival], after: list[MPI.Request]) -> None:
-        """Allow new receives to use the buffers of `arrived`, after the sends `after` have ended.
+        """Release received arrays: later receives may use their buffers once the sends `after` end.
 
-        Only these sends may still use the received arrays.
+        `after` are the sends of this rank that may still read from the received arrays.
         """
         self._sending.append((after, None, arrived))
 
     def drop(self, arrived: Arrival) -> None:
-        """Free the buffer of an array, and forget its layout: no such array will come again."""
+        """Free the buffer of a received array, and forget its layout.
+
+        The caller knows that no such array comes again.
+        """
         del self._known[arrived.source, arrived.channel, arrived.samples]
 
     def drop_sent(self, dest: int, channel: int, samples: int) -> None:

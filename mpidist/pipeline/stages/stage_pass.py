@@ -19,7 +19,7 @@ def _nothing(name: str) -> None:
 
 
 class StagePass:
-    """The actions of one step on this rank, and the data of its microbatches."""
+    """Carries out the actions of one step on this rank, and holds the data of its microbatches."""
 
     def __init__(self, stage, sizes, inputs: dict, labels: dict | None, total: int | None):
         self.stage, self.sizes, self.total = stage, sizes, total

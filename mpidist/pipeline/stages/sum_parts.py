@@ -30,21 +30,22 @@ LEAST = 1 << 18
 
 
 class SumPart:
-    """The sum over replicas of some gradients that are contiguous in a vector. Collective.
+    """The sum, over microbatches and the ranks of a stage, of some gradients. Collective.
+
+    The gradients are contiguous in a vector; they can be sent while other gradients are computed.
 
     Parameters
     ----------
     comm : MPI.Comm
         The replicas of the stage.
     vector : array
-        This part of a chunk's vector of gradients.
+        The part of the vector of gradients that this object sums; it also gets the result.
     pieces : int
         The number of microbatches of all replicas.
     shapes : dict of str to tuple
         The shapes of the gradients in `vector`, in the order of memory.
     in_order : bool
-        Whether the microbatches come in the order of their numbers.
-    """
+        Whether this rank adds its microbatches in the order of their numbers. """
 
     def __init__(
         self, comm, vector, pieces: int, shapes: dict[str, tuple[int, ...]], in_order: bool
@@ -73,11 +74,11 @@ class SumPart:
         return self._left == 0
 
     def share_memory(self, layers: Sequence[Sequence[str]]) -> None:
-        """Let the gradients of all layers be written into the same memory, one layer at a time.
+        """Let all layers write their gradients into one small memory, which each layer overwrites.
 
-        So the gradients of a layer are added while they are in the processor's cache. `layers` has
-        the names of the parameters of each layer. Does nothing if the memory would not be much
-        smaller than `vector`.
+        Each layer's gradients are added (`take`) before the next layer overwrites them, while they
+        are in the processor's cache. `layers` has the names of the parameters of each layer. Does
+        nothing if the memory would not be much smaller than `vector`.
         """
         mine = [[name for name in names if name in self._bounds] for names in layers]
         sizes = [sum(math.prod(self._shapes[name]) for name in names) for names in mine]
@@ -97,7 +98,9 @@ class SumPart:
         return self._in_order and ours
 
     def aim(self, weight: float | None) -> tuple[Any, dict]:
-        """Return where layers write the next microbatch's gradients: a vector, and arrays by name.
+        """Return where layers must write the next gradients: a vector, and arrays by name.
+
+        The gradients are those of the next microbatch.
 
         The vector is `vector`, or memory of the sum itself, which saves a copy. Each array is the
         place of one gradient in the vector. Its first axis, which counts microbatches, has length
@@ -119,14 +122,16 @@ class SumPart:
         return memory, self._views[key]
 
     def take(self, names: Sequence[str]) -> None:
-        """Add the gradients of a layer, if they are in memory that the layers share."""
+        """Add the gradients called `names`, if all layers write into one memory."""
         if self._add_part is not None:
             for name in names:
                 if name in self._bounds:
                     self._add_part(self._bounds[name][0], self._one_layer[name].reshape(-1))
 
     def add(self, microbatch: int, weight: float | None) -> None:
-        """Add a microbatch's gradients times `weight`; None for a microbatch without samples.
+        """Add a microbatch's gradients, multiplied by `weight`.
+
+        `weight` is None for a microbatch without samples.
 
         The gradients are in the arrays that `aim` has returned for this microbatch, or in `vector`
         if `aim` was not called.
@@ -153,20 +158,23 @@ class SumPart:
         self.sums.close()
 
     def finish(self) -> None:
-        """Write the sum into the vector. Collective over the replicas of the stage."""
+        """Finish the sum, and write it into the vector. Collective over the stage's replicas."""
         self._adding.finish(self.vector)
         self._left = len(self.sums.mine)
 
 
 class SumQueue:
-    """The parts of all chunks of a rank. All replicas begin them in the order of the queue."""
+    """The sums of gradients of a rank, in the order in which all replicas of its stage begin them.
+
+    `parts` are the `SumPart` objects of all chunks (groups of consecutive layers) of the rank.
+    """
 
     def __init__(self, parts: Sequence[SumPart]):
         self.parts = list(parts)
         self._begun = 0
 
     def progress(self) -> None:
-        """Begin the sums of complete parts in their order, and continue the sums under way."""
+        """Begin the next sums whose gradients are complete; continue the sums under way."""
         while self._begun < len(self.parts) and self.parts[self._begun].complete:
             self.parts[self._begun].sums.begin()
             self._begun += 1
@@ -174,7 +182,7 @@ class SumQueue:
             part.sums.test()
 
     def finish(self) -> None:
-        """Finish all sums. Collective over the replicas of the stage."""
+        """Wait until all sums are finished and written. Collective over the stage's replicas."""
         self.progress()
         for part in self.parts:
             part.finish()
@@ -189,7 +197,9 @@ def is_sent(comm) -> bool:
 def parts_of_vector(
     names: Sequence[str], sizes: Sequence[int], itemsize: int
 ) -> list[tuple[int, int, set[str]]]:
-    """Return (start, stop, names) of each part of a vector, from the end of the vector on.
+    """Cut a vector of gradients into parts that are summed one by one; return (start, stop, names).
+
+    The part at the end of the vector comes first, because its gradients are the first to be final.
 
     `names` and `sizes` are the names and sizes of the arrays in the vector, in their order. Each
     part has at least `LEAST` bytes; only the part at the beginning of the vector may have fewer.

@@ -32,7 +32,7 @@ class SynchronousSteps:
         self._last = {one.chunk: one.microbatch for one in self._actions if one.kind in (B, W)}
 
     def check_update(self, update: Callable | None) -> None:
-        """Raise ConfigError unless `update` is None."""
+        """Raise ConfigError unless `update` is None: no update is made during a step."""
         if update is not None:
             raise ConfigError(
                 f"update is {type(update).__name__}, and the schedule "
@@ -40,7 +40,10 @@ class SynchronousSteps:
             )
 
     def step(self, inputs: dict, labels: dict, sizes, total: int, update) -> tuple[list, float]:
-        """Do a step; return its times, and this rank's share of the mean loss. Collective."""
+        """Do a step; return the times of its computations, and this rank's part of the mean loss.
+
+        Collective. The parts of all ranks add up to the mean loss.
+        """
         stage = self._stage
         one_pass = StagePass(stage, sizes, inputs, labels, total)
         one_pass.last, one_pass.queue = self._last, self._queue

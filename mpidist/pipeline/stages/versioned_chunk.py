@@ -1,4 +1,4 @@
-"""A chunk whose parameters change while microbatches are under way, as with "pipedream".
+"""A group of layers whose parameters change while microbatches are under way ("pipedream").
 
 The backward pass of a microbatch uses the same parameters as its forward pass. Therefore parameters
 are copied before an update, if a microbatch has used them in its forward pass and has not finished:
@@ -14,7 +14,7 @@ from .stage_chunk import Chunk
 
 
 class VersionedChunk(Chunk):
-    """A `Chunk` that keeps old versions of its parameters.
+    """A `Chunk` (consecutive layers) that keeps old parameters until their microbatches are done.
 
     Attributes
     ----------
@@ -48,20 +48,20 @@ class VersionedChunk(Chunk):
         self._write_into(views)
 
     def forward(self, microbatch: int, x, keep: bool):
-        """Return the output, see `Chunk.forward`."""
+        """Return the output of the layers, and note which version of the parameters was used."""
         if keep:
             self._begun[microbatch] = self.updates
         return super().forward(microbatch, x, keep)
 
     def used_by(self, microbatch: int) -> dict:
-        """Return the parameters that a microbatch's forward pass has used; forget the old copy."""
+        """Return the parameters that a microbatch's forward pass has used; drop their old copy."""
         return self._old.pop(microbatch, self.parameters)
 
     def before_update(self, microbatch: int) -> None:
-        """Copy the parameters if microbatches under way need them: an update follows.
+        """Prepare an update: copy the parameters, if microbatches under way still need them.
 
-        Microbatches that have a copy of an older version keep it. The update uses the gradients of
-        `microbatch`, which belongs to this rank and may have no samples.
+        Microbatches that already have a copy of older parameters keep it. The update uses the
+        gradients of `microbatch`, which belongs to this rank and may have no samples.
         """
         begun = self._begun.pop(microbatch, None)
         if begun is not None:

@@ -153,14 +153,14 @@ class Replicas(WholeModel):
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
         """Average the gradients over all ranks; return (global mean loss, flag). Collective.
 
-        This step has `total` samples on all ranks, of which this rank computed `samples`. The flag
-        is true if `stop` is true on any rank.
+        This step has `total` samples on all ranks, of which this rank computed `samples`. `loss` is
+        the mean loss of these samples. The flag is true if `stop` is true on any rank.
         """
         self.exchange.reduce(loss * samples / max(total, 1), stop)
         return float(self.exchange.extras[0]), bool(self.exchange.extras[1] > 0)
 
     def rescale(self, factor: float) -> None:
-        """Multiply the reduced gradients by a factor, which corrects the mean for missing samples.
+        """Multiply the reduced gradients by a factor, which corrects the mean for samples left out.
 
         Call this method if the flag that `reduce` has returned is true, and the gradients of the
         step are used.
@@ -169,16 +169,22 @@ class Replicas(WholeModel):
             gradient *= factor
 
     def order(self) -> dict[str, int]:
-        """Return the order in which gradients become ready (name -> number); empty if unknown."""
+        """Return the order in which the backward pass finishes gradients: {name: number}, or {}.
+
+        It is empty if the order is not known.
+        """
         return {name: k for k, name in enumerate(self.exchange.order or [])}
 
     def arrange(self, order: dict[str, int]) -> None:
-        """Arrange the gradients in memory in the order that a checkpoint has stored. Collective."""
+        """Arrange the gradients in memory in the order that `order` has returned in an earlier run.
+
+        Collective.
+        """
         if order:
             self.exchange.arrange(sorted(order, key=order.__getitem__))
 
     def hidden(self) -> float | None:
-        """Return the share of the exchange's time that ran during the backward pass."""
+        """Return the fraction of the exchange's time that was hidden behind the backward pass."""
         return self.exchange.hidden()
 
     def update(self) -> None:
@@ -190,18 +196,18 @@ class Replicas(WholeModel):
         return {"parameters": dict(self.model.parameters), "optimizer": self.optimizer_state}
 
     def begin(self) -> None:
-        """Do nothing: with replicas, the first step needs no preparation."""
+        """Do nothing: before the first step, this strategy has nothing to prepare."""
 
     def check(self, step: int) -> None:
         """Raise ReplicaError on all ranks unless their parameters are equal. Collective."""
         check_replicas(self.comm, self.model.parameters, step=step)
 
     def save_point(self, step: int) -> None:
-        """Check that all ranks have the same parameters, before they are saved. Collective."""
+        """Check, before a checkpoint, that all ranks have the same parameters. Collective."""
         self.check(step)
 
     def finish(self) -> None:
-        """Do nothing: every replica already has the final parameters."""
+        """Do nothing at the end of the run: every rank already has the final parameters."""
 
     def close(self) -> None:
         """Free the exchange. Collective."""
@@ -219,7 +225,7 @@ class Replicas(WholeModel):
             context.raised(error)
 
     def lost(self, error: BaseException) -> None:
-        """Do nothing after a death: all buffers belong to the communicator."""
+        """Do nothing after the death of a rank: all buffers belong to the communicator."""
 
     def _let_go(self) -> None:
         self.exchange.abandon()

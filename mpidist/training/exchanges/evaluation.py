@@ -29,7 +29,7 @@ BLOCK = 4 << 20
 
 
 class WholeModel:
-    """The methods for the summary of a run, for exchanges whose workers have the whole model."""
+    """Base class of exchanges whose workers have the whole model: methods for a run's summary."""
 
     workers: Any
     model: Any
@@ -43,7 +43,10 @@ class WholeModel:
         return None
 
     def peer_facts(self) -> dict | None:
-        """Return None: only exchanges that average models with peers have facts about peers."""
+        """Return None: this strategy does not average the models of ranks.
+
+        Other strategies return figures about these averages here, for the summary of the run.
+        """
         return None
 
     def digest(self) -> str:
@@ -85,7 +88,10 @@ def count_hits(scores, labels) -> int:
 
 
 def shared_accuracy(comm, hits: int, used: int) -> float:
-    """Return the share of hits among the samples of all ranks. Collective over `comm`."""
+    """Return the fraction of all ranks' samples that were classified correctly.
+
+    Collective over `comm`. `hits` and `used` are this rank's numbers of correct and of all samples.
+    """
     total = np.array([hits, used], np.int64)
     allreduce(comm, total, algorithm="native")
     return int(total[0]) / max(int(total[1]), 1)
@@ -100,7 +106,10 @@ def parameters_digest(parameters: dict) -> str:
 
 
 def add_to_digest(total, name: str, array) -> None:
-    """Add one parameter to the hash `total`. Call this in the order of the parameters' names."""
+    """Add one parameter to the hash object `total`.
+
+    Call this in the order of the parameters' names.
+    """
     host = array if array_module(array) is np else array.get()
     total.update(digest_header(name, host.dtype.str, host.shape))
     total.update(np.ascontiguousarray(host).tobytes())

@@ -43,7 +43,10 @@ TOGETHER_BYTES = 4 << 20
 
 
 class PieceReplicas(Replicas):
-    """Replicas that add the gradients of microbatches in a fixed order. Collective over `comm`."""
+    """As `Replicas`, but adds the gradients of microbatches in a fixed order.
+
+    Collective over `comm`.
+    """
 
     equal_state = True
 
@@ -70,7 +73,7 @@ class PieceReplicas(Replicas):
         """Allocate nothing, because `__init__` allocates the gradients of the pieces."""
 
     def order(self) -> dict[str, int]:
-        """Return an empty order: no order of the gradients in memory changes the sum."""
+        """Return {}: this strategy does not depend on the order of the gradients in memory."""
         return {}
 
     def hidden(self) -> None:
@@ -97,7 +100,7 @@ class PieceReplicas(Replicas):
     def compute(self, feed, indices) -> tuple[float, int]:
         """Compute and add the gradients of this rank's pieces (microbatches).
 
-        Returns what these pieces contribute to the global mean loss, and their number of samples.
+        Returns (what these pieces contribute to the global mean loss, their number of samples).
 
         All samples of this rank are read in one call, and are then cut into pieces. A piece may
         have no samples, because the last batch is short or because records are bad. The gradients
@@ -176,7 +179,9 @@ class PieceReplicas(Replicas):
         return float(sum(losses)) * weight
 
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
-        """Add the gradients of all ranks' pieces; return (global mean loss, flag). Collective.
+        """Add the gradients of all ranks' microbatches; return (global mean loss, flag).
+
+        Collective over `comm`. The flag is true if `stop` is true on any rank.
 
         `compute` has stored the losses in the same vector as the gradients, so the argument `loss`
         is not used.
@@ -190,7 +195,7 @@ class PieceReplicas(Replicas):
         return loss, flag
 
     def rescale(self, factor: float) -> None:
-        """Multiply the reduced gradients and the model's new state by `factor`."""
+        """Multiply reduced gradients and the model's new state, to correct for samples left out."""
         super().rescale(factor)
         self._leave_state(factor)
 
@@ -252,10 +257,10 @@ def together(model, most: int) -> int:
 
 
 def equal_runs(bounds: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Group neighbouring pieces of equal size; yield (samples per piece, number of pieces).
+    """Group neighbouring microbatches of equal size, for one call of the model for each group.
 
-    A group has at most `most` pieces. `bounds` has the first sample of each piece, and the end of
-    the last piece.
+    Yields (samples per microbatch, number of microbatches). A group has at most `most` of them.
+    `bounds` has the first sample of each microbatch, and the end of the last one.
     """
     sizes = (stop - start for start, stop in itertools.pairwise(bounds))
     for samples, equal in itertools.groupby(sizes):

@@ -49,7 +49,8 @@ _ended: list = []
 class Peers(WholeModel):
     """Train this rank's model, and average it with models of other ranks. Collective over `comm`.
 
-    `bound` is the number of rounds by which a model may arrive late, or None for ASP.
+    `plan` says which ranks exchange models in each round, and a round comes after `every` steps.
+    `bound` is the number of rounds by which a model may arrive late, or None for any number (ASP).
     """
 
     dedicated = False
@@ -159,11 +160,11 @@ class Peers(WholeModel):
     # -- the state ---------------------------------------------------------------------
 
     def order(self) -> dict[str, int]:
-        """Return an empty order: no order of the gradients in memory is needed."""
+        """Return {}: this strategy does not depend on the order of the gradients in memory."""
         return {}
 
     def arrange(self, order: dict[str, int]) -> None:
-        """Do nothing: no order of the gradients in memory is needed."""
+        """Do nothing: this strategy does not depend on the order of the gradients in memory."""
 
     def hidden(self) -> None:
         """Return None: this exchange does not measure how much of it overlaps with computing."""
@@ -173,18 +174,18 @@ class Peers(WholeModel):
         return {"parameters": dict(self.model.parameters), "optimizer": self.optimizer_state}
 
     def begin(self) -> None:
-        """Do nothing: the first step needs no preparation."""
+        """Do nothing: before the first step, this strategy has nothing to prepare."""
 
     def check(self, step: int) -> None:
         """Raise ReplicaError on all ranks unless their parameters are equal. Collective."""
         check_replicas(self.comm, self.model.parameters, step=step)
 
     def save_point(self, step: int) -> None:
-        """Give all ranks the mean of their models. Collective."""
+        """Before a checkpoint, give all ranks the mean of their models. Collective."""
         self._meet()
 
     def finish(self) -> None:
-        """Give all ranks the mean of their models at the end. Collective."""
+        """At the end of the run, give all ranks the mean of their models. Collective."""
         self._meet()
         self.agreement.close()
 
@@ -240,7 +241,7 @@ class Peers(WholeModel):
         self.context.wait(answering)
 
     def wait(self, test: Callable[[], bool]) -> None:
-        """Wait until ``test()`` is true, and answer the other ranks while waiting."""
+        """Wait until ``test()`` is true; meanwhile, answer messages of the other ranks."""
         self.agreement.wait(test)
 
     def _attend(self) -> bool:

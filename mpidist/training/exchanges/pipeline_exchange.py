@@ -47,13 +47,13 @@ _CHUNK = 128
 
 
 class Untimed:
-    """Stands in for `Stragglers`, which finds slow ranks by the times of their steps.
+    """Has the methods of `Stragglers`, which finds slow ranks, but does nothing.
 
-    The ranks of a pipeline may need different times, so this class ignores the times.
+    The ranks of a pipeline may well need different times for a step, so none is reported as slow.
     """
 
     def note(self, *seconds: float) -> None:
-        """Do nothing."""
+        """Do nothing with the times of a step."""
 
 
 class Stages:
@@ -65,9 +65,10 @@ class Stages:
     model, optimizer
     grid : PipelineGrid
     choice : CutChoice
-        The cuts of `grid`, and why they were chosen.
+        Where the model is cut, and why there.
     order : list of int, optional
-        The rank of each slot (a replica of a stage). By default, slot k is on rank k.
+        The rank of each replica of each stage, counted stage by stage. By default, replica k of all
+        is on rank k.
     """
 
     dedicated = False
@@ -103,14 +104,14 @@ class Stages:
     # -- a step ------------------------------------------------------------------------
 
     def part(self, count: int, step: int = 0) -> slice | np.ndarray:
-        """Return the samples of a global batch that this rank reads."""
+        """Return the indices of this rank's samples in a global batch of `count` samples."""
         reads = self.stage.reads_inputs or self.stage.reads_labels
         return self.stage.rows(count) if reads else slice(0, 0)
 
     def compute(self, feed, indices) -> tuple[float, int]:
-        """Compute the gradients of this step; return (0.0, number of samples that were read here).
+        """Compute the gradients of this step; return (0.0, number of samples that this rank read).
 
-        Collective. `reduce` returns the loss.
+        Collective. The first value is 0.0 in place of the loss, which `reduce` returns.
         """
         mine = indices[self.part(len(indices))]
         taken = feed.take(mine)
@@ -175,13 +176,16 @@ class Stages:
         return tuple(array[kept] for array in taken.batch), sizes
 
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
-        """Return (mean loss of the global batch, whether `stop` is true on a rank). Collective."""
+        """Return (mean loss of the global batch, whether `stop` is true on any rank).
+
+        Collective.
+        """
         values = np.array([0.0 if self._skipped else self.stage.loss_share(), bool(stop)])
         allreduce(self.comm, values, algorithm="native")
         return float(values[0]), bool(values[1] > 0)
 
     def rescale(self, factor: float) -> None:
-        """Multiply the gradients by a factor, which corrects the mean for missing samples."""
+        """Multiply the gradients by a factor, which corrects the mean for samples left out."""
         for gradient in self.stage.gradients.values():
             gradient *= factor
 
@@ -199,17 +203,17 @@ class Stages:
         self.optimizer.update(self.stage.gradients, self.optimizer_state, self.parameters)
 
     def order(self) -> dict[str, int]:
-        """Return an empty order: no order of the gradients in memory changes the sum."""
+        """Return {}: this strategy does not depend on the order of the gradients in memory."""
         return {}
 
     def arrange(self, order: dict[str, int]) -> None:
-        """Do nothing: no order of the gradients in memory changes the sum."""
+        """Do nothing: this strategy does not depend on the order of the gradients in memory."""
 
     def hidden(self) -> None:
         """Return None: this exchange does not measure how much of it overlaps with computing."""
 
     def begin(self) -> None:
-        """Do nothing: the first step needs no preparation."""
+        """Do nothing: before the first step, this strategy has nothing to prepare."""
 
     # -- the state -----------------------------------------------------------------------
 
@@ -258,7 +262,7 @@ class Stages:
         return run_on_all(self.comm, "md.train: stages", lambda: known, together)
 
     def restored(self, state: Mapping) -> None:
-        """Restore the counts of updates of this stage, if the last run had the same stages."""
+        """Continue the optimizer's count of updates from a checkpoint with the same stages."""
         facts, grid = state.get(ENTRY, {}), self.stage.grid
         if self._at_once and facts.get("replicas") == list(grid.replicas):
             for name, value in facts["counts"].get(str(self.stage.stage), {}).items():
@@ -275,12 +279,18 @@ class Stages:
         )  # fmt: skip
 
     def save_point(self, step: int) -> None:
-        """Finish all microbatches, and check that the replicas are equal. Collective."""
+        """Before a checkpoint, finish all microbatches, and check that replicas are equal.
+
+        Collective.
+        """
         self.stage.drain()
         self.check(step)
 
     def finish(self) -> None:
-        """Finish all microbatches, so that every stage has its final parameters. Collective."""
+        """At the end of the run, finish all microbatches, so that all parameters are final.
+
+        Collective.
+        """
         self.stage.drain()
 
     def evaluate(self, data) -> float:

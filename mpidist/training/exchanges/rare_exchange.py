@@ -25,7 +25,9 @@ from ...servers.client import Client
 
 
 class RareExchange:
-    """The pushes, pulls and local updates of one worker.
+    """Downpour SGD on one worker: sends gradients and fetches parameters only in some steps.
+
+    To push is to send gradients to the servers, and to pull is to fetch the parameters.
 
     Parameters
     ----------
@@ -53,12 +55,15 @@ class RareExchange:
         self._samples = self._steps = 0
 
     def use(self, optimizer) -> None:
-        """Use another optimizer for the local updates, with the present state."""
+        """Use another optimizer for the local updates, and keep the present optimizer state."""
         self._optimizer = optimizer
         self._weighs = has_argument(optimizer.update, "weight")
 
     def step(self, gradients: dict[str, Any], samples: int) -> None:
-        """Finish one step with its mean gradients over `samples` samples."""
+        """Finish one step of the worker: push, pull, or update its own parameters, as is due.
+
+        `gradients` are the mean gradients over the `samples` samples of the step.
+        """
         # The weight is a share of the batch. If it were the number of samples, sums in float16
         # could overflow.
         for name, total in self._sums.items():
@@ -79,12 +84,12 @@ class RareExchange:
                 self._optimizer.update(scaled, self._state, self._parameters)
 
     def flush(self) -> None:
-        """Push the remaining gradients, and pull; the next step counts as the first step again.
+        """Push the remaining gradients, and pull; then count steps as from the beginning.
 
-        The servers count the steps of a worker in clocks, and accept one push of a worker per
-        clock. The last step has ended its clock, so this push belongs to the clock of the next
-        step. The next step itself does not push: something is left to push only if `push_every` is
-        at least 2, and the next step counts as the first one.
+        The servers count the finished steps of a worker (its clock), and accept one push of a
+        worker per step. The last step is already finished, so this push belongs to the next step.
+        The next step itself does not push: gradients are left only if `push_every` is at least 2,
+        and then the first step does not push.
         """
         if self._samples:
             self._push()

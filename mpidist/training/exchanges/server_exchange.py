@@ -41,10 +41,10 @@ MODEL = "model"
 
 
 class Pending(NamedTuple):
-    """A step of this worker whose push was interrupted by a death.
+    """A step of this worker of which a death has interrupted the push (the send of its gradients).
 
-    `known` has the numbers of the servers that have received the push. `state` is the model's state
-    after the step, such as running means. If the worker had no samples, `gradients` is empty.
+    `known` has the numbers of the servers that have received the gradients. `state` is the model's
+    state after the step, such as running means. If the worker had no samples, `gradients` is empty.
     """
 
     loss: float
@@ -55,32 +55,35 @@ class Pending(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The facts with which this rank begins an elastic run, or continues one after a death.
+    """With what this rank begins a run with parameter servers, or continues it after a death.
 
     Attributes
     ----------
     servers : sequence of int
         The ranks of the servers.
     weights : sequence of float or None
-        Their shares of the model, with a sum of 1; None without an elastic run.
+        The fraction of the model on each server, with a sum of 1; None in runs that end at a death.
     placement : str or sequence of int
         As for `ServerGroup`.
     model : KeptModel or None
         The model on the servers; None at the beginning.
     pending : Pending or None
-        An interrupted step that this worker completes first.
+        An interrupted step, which this worker completes first.
     shares : sequence of (step, workers, worker)
-        Before `step`, the batches are divided among `workers` workers, and this rank is worker
-        number `worker`. The entries are sorted by step. 0 workers mean that this rank gets no
-        samples.
+        How each batch is divided, since workers may have died: in the steps before `step`, among
+        `workers` workers, of which this rank is number `worker`. The entries are sorted by step. 0
+        workers mean that this rank gets no samples.
     ahead : int
-        The number of steps that the run had done when the clocks of the workers were 0.
+        The number of steps that the run had done when the workers began to count their steps (when
+        their clocks were 0).
     clock : int or None
-        The clock after which all workers stop, if they have agreed to stop.
+        The number of finished steps (clock) after which all workers stop, if they have agreed to
+        stop.
     newcomer : bool
-        Whether this worker begins in a run in which others have worked before.
+        Whether this worker joins a run in which others have already done steps.
     looked : int
-        The clock at whose beginning the workers last checked the balance of the servers' shares.
+        The step (clock) before which the workers last checked how busy the servers are, to give
+        slow servers smaller parts of the model.
     """
 
     servers: Sequence[int]
@@ -96,7 +99,7 @@ class Kept(NamedTuple):
 
 
 class Served(WholeModel):
-    """Exchange the gradients of one model with a group of servers. Collective over `comm`."""
+    """Exchange the gradients of one model with its parameter servers. Collective over `comm`."""
 
     synchronous = False
     equal_state = False
@@ -175,7 +178,7 @@ class Served(WholeModel):
 
     @property
     def optimizer(self):
-        """The optimizer of this rank's shard; a function `on_resize` of the user may replace it."""
+        """The optimizer of this server's part of the model; a user's `on_resize` may replace it."""
         return None if self.served is None else self.served[1].shard.optimizer
 
     @optimizer.setter
@@ -260,11 +263,11 @@ class Served(WholeModel):
         return pending.loss, pending.samples
 
     def order(self) -> dict[str, int]:
-        """Return an empty order: servers do not need an order of the gradients in memory."""
+        """Return {}: this strategy does not depend on the order of the gradients in memory."""
         return {}
 
     def arrange(self, order: dict[str, int]) -> None:
-        """Do nothing: servers do not need an order of the gradients in memory."""
+        """Do nothing: this strategy does not depend on the order of the gradients in memory."""
 
     def hidden(self) -> None:
         """Return None: this exchange does not measure how much of it overlaps with computing."""
@@ -272,7 +275,7 @@ class Served(WholeModel):
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
         """Record this step; return (this worker's loss, whether all workers stop after this step).
 
-        If the loss is not finite, this worker pushes zeros and requests a stop.
+        If the loss is not finite, this worker sends gradients of zero and requests a stop.
         """
         check_in_place(self.gradients, self._views)
         self._loss = loss
@@ -284,7 +287,7 @@ class Served(WholeModel):
         return loss, self.agreement.at(self.client.finished + 1, bool(stop))
 
     def update(self) -> None:
-        """Push the gradients of this step, and pull the parameters for the next step."""
+        """Send the servers the gradients of this step; fetch the parameters for the next step."""
         if self.elastic:
             self._state_after = {n: a.copy() for n, a in getattr(self.model, "state", {}).items()}
         self.sent = True  # a death before all answers have arrived interrupts this step
@@ -305,7 +308,8 @@ class Served(WholeModel):
     def passed_over(self) -> int:
         """Return how many steps this worker has skipped since the last call, because it was late.
 
-        A worker may already skip steps in its first pull, if other workers have made steps before.
+        Only under `BackupWorkers` does a worker skip steps. It may do so already when it first
+        fetches the parameters, if other workers have made steps before.
         """
         before, self._skipped = self._skipped, self.client.skipped
         return self._skipped - before
@@ -322,7 +326,9 @@ class Served(WholeModel):
         return Pending(self._loss, self._samples, gradients, self._state_after, ())
 
     def state(self, saving: bool) -> dict:
-        """Return the shards (pieces of global arrays) on this rank; a worker returns an empty dict.
+        """Return the parts of the parameters on this server; a worker returns an empty dict.
+
+        The parts are `Shard` objects, from which a checkpoint puts the whole arrays together.
 
         Only the first server saves the scalar state of the optimizer, such as a step counter.
         Scalars of the optimizer may differ in the last bit between servers, because each server
@@ -341,11 +347,14 @@ class Served(WholeModel):
         return {kind: entries for kind, entries in state.items() if entries}
 
     def begin(self) -> None:
-        """Pull the parameters for the first step."""
+        """Fetch the parameters for the first step from the servers."""
         self.client.pull(out=self.model.parameters)
 
     def fill_copies(self) -> None:
-        """Copy each shard to the server that keeps its copy, before the training. Collective."""
+        """Before the training, copy each server's part of the model to the server with its copy.
+
+        Collective over `comm`.
+        """
         self.group.fill_copies(MODEL)
         run_on_all(self.comm, "md.train: copies of the partitions", lambda: None)
 
@@ -353,7 +362,10 @@ class Served(WholeModel):
         """Do nothing: servers hold each parameter only once, so there are no copies to compare."""
 
     def save_point(self, step: int) -> None:
-        """Pause the servers once all workers have finished `step`. Collective over the workers."""
+        """Let the servers save a checkpoint once all workers have finished `step`.
+
+        Collective over the workers. The servers pause meanwhile.
+        """
         if self._rare is not None:
             self._rare.flush()
         self.group.pause(step)
@@ -366,11 +378,13 @@ class Served(WholeModel):
         self.group.serve(on_pause)
 
     def wait(self, test: Callable[[], bool]) -> None:
-        """Wait until ``test()`` is true, and answer the requests of other ranks while waiting."""
+        """Wait until ``test()`` is true; meanwhile, answer the requests of other ranks."""
         self.agreement.wait(test)
 
     def finish(self) -> None:
-        """Copy the final parameters to every worker. Collective over the workers.
+        """At the end of the run, copy the final parameters to every worker.
+
+        Collective over the workers.
 
         A worker that is a server too waits in a second barrier, and answers requests until the last
         worker has pulled the parameters.
@@ -384,7 +398,7 @@ class Served(WholeModel):
         self.agreement.close()
 
     def close(self) -> None:
-        """End the group. Collective over `comm`."""
+        """End the exchange and free its communicators. Collective over `comm`."""
         self.group.close()
 
     def abandon(self, error: BaseException) -> None:

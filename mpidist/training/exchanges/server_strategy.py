@@ -29,12 +29,12 @@ class ParameterServer:
     servers : int, sequence of int, mapping of int to float, or "auto"
         The number of servers, which are the last ranks; or the list of the ranks that are servers;
         or the share of the model that each server rank holds, such as ``{0: 1, 1: 1, 2: 4}``. With
-        "auto" all ranks serve, with shares that balance the traffic of the hosts.
+        "auto" all ranks are servers, with parts of the model that balance the traffic of the hosts.
     consistency : BSP, SSP, DSSP, ASP or BackupWorkers
         The consistency mode, which says how many steps one worker may be ahead of another.
     placement : str or sequence of int
         "dedicated": a rank is either a server or a worker. "colocated": each server is also a
-        worker. A list contains the server ranks that only serve; the other servers are also
+        worker. A list has those server ranks that are not workers; the other servers are also
         workers.
     nonfinite : "raise" or "drop"
         What happens to a push with a NaN or an infinity, see `ServerGroup.add`.
@@ -42,7 +42,7 @@ class ParameterServer:
         What servers do with old gradients under ASP, SSP and DSSP. A mapping with ``name`` and
         settings, such as ``{"name": "drop", "beyond": 16}``, is also allowed.
     replicas : 0 or 1
-        With 1, each server also keeps a copy of the partitions of another server, so that an
+        With 1, each server also keeps a copy of another server's part of the model, so that an
         elastic run goes on without a lost step if a server dies. Needs `elastic`, at least 2
         servers, and twice the memory on servers; see docs/elastic.md.
     push_every, pull_every : int
@@ -106,12 +106,12 @@ class ParameterServer:
 
     @property
     def is_rare(self) -> bool:
-        """Whether workers push or pull only in some steps."""
+        """Whether workers send gradients or fetch parameters only in some steps (Downpour SGD)."""
         return self.push_every > 1 or self.pull_every > 1
 
     @property
     def keeps_copies(self) -> bool:
-        """Whether each server keeps a copy of another server's partitions."""
+        """Whether each server keeps a copy of another server's part of the model."""
         return bool(self.replicas)
 
     def workers(self, size: int) -> int:
@@ -123,7 +123,7 @@ class ParameterServer:
     def open(self, comm, model, optimizer, *, global_batch: int, seed: int, kept=None):
         """Return the object that exchanges the gradients in one run. Collective over `comm`.
 
-        `kept` is given in elastic runs: the facts that this rank keeps when another rank dies, see
+        In elastic runs, `kept` is what this rank has kept since before another rank's death: a
         `server_exchange.Kept`.
         """
         from .server_exchange import Served

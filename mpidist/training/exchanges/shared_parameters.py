@@ -101,7 +101,7 @@ class SharedParameters(Peers):
             self._equal = True
 
     def peer_facts(self) -> None:
-        """Return None: no rank sends a model."""
+        """Return None: this strategy does not average the models of ranks."""
 
     def close(self) -> None:
         """Copy the parameters into memory of each rank, and free the shared memory. Collective."""

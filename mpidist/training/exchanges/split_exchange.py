@@ -55,7 +55,8 @@ class SplitStages(Stages):
     plan : callable
         ``plan(cuts)`` returns the grid of one of the pipelines.
     cuts : sequence of int, or None
-        None if the cuts must be chosen by a measurement.
+        The number of layers before each cut into stages. None if the cuts must be chosen by a
+        measurement.
     parts, samples : int
         For this measurement: the number of parts of the model, and of samples of a microbatch.
     last : mapping or None
@@ -117,9 +118,9 @@ class SplitStages(Stages):
         )
 
     def layout(self) -> dict:
-        """Return the result of `Stages.layout`, with `split`, and with values for all ranks.
+        """Return the grid of stages and the measurements of all ranks, for the run's summary.
 
-        Collective.
+        Collective. This is the result of `Stages.layout`, together with `split`.
         """
         mine = super().layout()
 

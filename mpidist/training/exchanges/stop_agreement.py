@@ -13,13 +13,14 @@ from ...runtime.polling import wait_until
 class Agreement:
     """Workers agree on a clock (a number of finished steps) after which all of them stop.
 
-    A worker that wants to stop sends a message to all others. Each worker then proposes a clock
-    that it has not passed yet: its own clock plus some slack. A nonblocking allreduce computes the
-    maximum of the proposals, and each worker continues meanwhile, at most to the clock that it has
-    proposed. All workers stop after the largest proposed clock. A worker waits if it reaches its
-    own proposed clock before the maximum is known. Waiting for the maximum cannot deadlock, because
-    each worker checks for messages (`listen`) after every step and in every wait. A worker that has
-    finished its last step proposes a clock after this step, so all workers then do all their steps.
+    A worker that wants to stop sends a message to all others. Each worker then proposes a number of
+    steps that it has not passed yet: its own clock plus `slack` steps. A nonblocking allreduce
+    computes the maximum of the proposals, and each worker continues meanwhile, at most to the clock
+    that it has proposed. All workers stop after the largest proposed clock. A worker waits if it
+    reaches its own proposed clock before the maximum is known. Waiting for the maximum cannot
+    deadlock, because each worker checks for messages (`listen`) after every step and in every wait.
+    A worker that has finished its last step proposes a clock after this step, so all workers then
+    do all their steps.
     """
 
     _TAG = 7
@@ -57,7 +58,10 @@ class Agreement:
         return self.clock is not None and clock >= self.clock
 
     def listen(self, wish: bool = False) -> None:
-        """If a worker wants to stop, propose after which step all stop. Returns at once."""
+        """If any worker wants to stop, propose after which step all workers stop. Returns at once.
+
+        `wish` says whether this worker wants to stop.
+        """
         if self._named is None and (wish or self.comm.Iprobe(MPI.ANY_SOURCE, self._TAG)):
             others = (rank for rank in range(self.comm.size) if rank != self.comm.rank)
             self._notes = [self.comm.Isend([b"", MPI.BYTE], r, self._TAG) for r in others]
@@ -69,7 +73,7 @@ class Agreement:
         self._request = self.comm.Iallreduce(MPI.IN_PLACE, self._named, MPI.MAX)
 
     def wait(self, test: Callable[[], bool]) -> None:
-        """Wait until ``test()`` is true, and answer the requests of other ranks while waiting."""
+        """Wait until ``test()`` is true; meanwhile, answer the requests of other ranks."""
         wait_until(lambda: test() or (self.progress(), False)[1])
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Find slow workers of parameter servers; no collective call compares the workers' times.
+"""Find slow workers of parameter servers, without a call in which all workers take part.
 
 Each worker adds its times to a request that it sends to the first server anyway, and this server
 compares the times of all workers:
@@ -17,7 +17,7 @@ from ...fault_tolerance.stragglers import Judge, Window, record, report_straggle
 
 
 class OwnTimes:
-    """Collects the times of this worker; sends them to the first server with other requests."""
+    """Collects this worker's times, and sends them to the first server with its next request."""
 
     def __init__(self, client):
         self.client, self._window = client, Window()

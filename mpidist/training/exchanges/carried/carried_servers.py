@@ -1,4 +1,4 @@
-"""Keep shards, clocks and unanswered pushes of a run with parameter servers when a rank dies.
+"""What the living ranks of a run with parameter servers keep when a rank dies.
 
     server   keeps its shard (its part of the model), and knows which pushes it has applied
     worker   keeps its step and position; a push that some servers have not answered is `Pending`
@@ -42,11 +42,12 @@ from .server_roles import ServerRoles, Shares
 
 
 class NextPartition(NamedTuple):
-    """What a rank uses as soon as it commits the next partition of the model among the servers.
+    """A prepared new division of the model among the servers, which a rank uses once it commits it.
 
-    `generation` numbers the partitions. `held` has the shards of this rank, and is None if the rank
-    is not a server. `weights` has the share of each server. `pending` is this worker's unanswered
-    push, if any.
+    `generation` is the number of the division (partition). `held` has the shards (parts of the
+    model) of this rank, and is None if the rank is not a server. `weights` says how large the part
+    of each server is. `pending` is the push of this worker that some servers have not answered, if
+    any.
     """
 
     generation: int
@@ -59,10 +60,10 @@ _GIVE = "give checkpoint=..., from which the run can go on"
 
 
 class CarriedServers(Carried):
-    """The state that an elastic run with parameter servers keeps when the communicator changes.
+    """The state that a run with parameter servers keeps in memory when a rank dies, to go on with.
 
-    The numbers of servers and workers are their ranks in the communicator with which the run began,
-    so they never change.
+    Servers and workers are numbered by their ranks in the communicator with which the run began, so
+    these numbers never change.
     """
 
     memory = None  # copies in memory would need all ranks to be at the same step
@@ -95,10 +96,13 @@ class CarriedServers(Carried):
     # -- a run continues from the kept state ---------------------------------------------
 
     def copies(self, store, step: int) -> None:
-        """Return None: this run keeps no copies in memory."""
+        """Return None: with parameter servers, nodes keep no copies of the state in memory."""
 
     def open(self, strategy, comm, asked, settings):
-        """Open the exchange, with what the servers and workers have kept. Collective."""
+        """Return the object that exchanges gradients, with what servers and workers have kept.
+
+        Collective.
+        """
         self._begin_roles()
         self._numbers = ranks = self._ranks()
         shares = self._roles.shares(self._weights)
@@ -116,7 +120,10 @@ class CarriedServers(Carried):
         return self._exchange
 
     def continue_run(self, run) -> bool:
-        """Let `run` continue from the kept state; return whether there is a state. Collective."""
+        """Let `run` continue from the state that this rank has kept; return whether it has one.
+
+        Collective.
+        """
         continues = super().continue_run(run)
         if continues:
             assert self._facts is not None
@@ -128,7 +135,10 @@ class CarriedServers(Carried):
         return continues
 
     def restore(self, run, resume, retry_bad: bool, handed: str) -> None:
-        """Restore `run` from the newest checkpoint, when it begins or goes back. Collective."""
+        """Restore `run` from the newest checkpoint, at its beginning or after a loss.
+
+        Collective.
+        """
         if not self._goes_back:
             super().restore(run, resume, retry_bad, handed)
             return
@@ -152,11 +162,11 @@ class CarriedServers(Carried):
         exchange.begin()
 
     def interval_from(self, step: int) -> int:
-        """Return the step from which all workers count to the next save."""
+        """Return the step from which all workers count the steps to the next checkpoint."""
         return max(step, self._newest) if self._facts is not None else step
 
     def hold(self, run, guard, callbacks) -> None:
-        """Keep the state of `run` if a rank dies from now on; `run` is about to begin."""
+        """From now on, keep the state of `run` if a rank dies. Called before the first step."""
         assert self.group is not None
         guard.survives = True
         if self._guard is not None:
@@ -174,10 +184,11 @@ class CarriedServers(Carried):
     # -- after a death -------------------------------------------------------------------
 
     def note_state(self) -> int:
-        """Keep the state of the run that a death has interrupted; return its step, or -1.
+        """Keep the state of the run that a death has interrupted; return its step, -1 if unknown.
 
-        A server keeps its shard even if it has not served yet, because other servers may have
-        served. A worker that has not begun its steps has no new state to keep.
+        A server keeps its shard (part of the model) even if it has not answered a worker yet,
+        because other servers may have answered. A worker that has not begun its steps has no new
+        state to keep.
         """
         exchange, self._exchange = self._exchange, None
         run, self._run = self._run, None
@@ -230,7 +241,7 @@ class CarriedServers(Carried):
         )
 
     def check_living(self, ranks: Sequence[int]) -> None:
-        """Choose the servers among the living `ranks`; raise RankFailure if the run must end.
+        """Choose the servers among the living `ranks`; raise RankFailure if the run cannot go on.
 
         All living ranks, also the spares, call this function with the same ranks.
         """

@@ -33,7 +33,7 @@ from .server_roles import Shares
 
 
 class ReplicatedServers(CarriedServers):
-    """The state that an elastic run with copies keeps when the communicator changes."""
+    """What a run keeps when a rank dies, if servers keep copies of other servers' parts."""
 
     def __init__(self, given, name: str, strategy, ranks: int):
         super().__init__(given, name, strategy, ranks)
@@ -41,14 +41,17 @@ class ReplicatedServers(CarriedServers):
         self._held_by = Shares()  # the servers of this generation; empty if nobody serves yet
 
     def restore(self, run, resume, retry_bad: bool, handed: str) -> None:
-        """Restore `run` from the newest checkpoint, and fill the copies of shards. Collective."""
+        """Restore `run` from the newest checkpoint, and fill the servers' copies. Collective."""
         super().restore(run, resume, retry_bad, handed)
         run.exchange.fill_copies()
 
     # -- after a death -------------------------------------------------------------------
 
     def note_state(self) -> int:
-        """Keep the state and the shards of the interrupted run; return its step, or -1."""
+        """Keep the state and the shards of the interrupted run; return its step, or -1 without one.
+
+        A shard is a server's part of the model.
+        """
         exchange = self._exchange
         step = super().note_state()
         if exchange is not None:
@@ -57,7 +60,10 @@ class ReplicatedServers(CarriedServers):
         return step
 
     def check_living(self, ranks: Sequence[int]) -> None:
-        """Choose the servers among `ranks`; their shards are looked for in `bring_up_to_date`."""
+        """Choose the servers among the living `ranks`.
+
+        Whether all parts of the model are still there is found out later, in `bring_up_to_date`.
+        """
         self._begin_roles()
         self._roles.choose(ranks)
 

@@ -1,4 +1,4 @@
-"""Which ranks of an elastic run are servers or workers, and each server's share of the model.
+"""Which ranks of a run are servers or workers, also after deaths, and which part each serves.
 
 Ranks are named by their numbers in the communicator with which the run began, so that these numbers
 never change. This module uses no MPI.
@@ -16,7 +16,7 @@ Shares = dict[int, float]
 
 
 class ServerRoles:
-    """The servers and the workers of an elastic run.
+    """The servers and the workers of a run that goes on when a rank dies.
 
     Parameters
     ----------
@@ -41,24 +41,30 @@ class ServerRoles:
 
     @property
     def known(self) -> bool:
-        """Whether the shares are known; for servers="auto", `balance` needs the hosts first."""
+        """Whether it is known how large a part of the model each server has.
+
+        With servers="auto" it is known only after a call of `balance`, which needs the hosts.
+        """
         return self._asked is not None
 
     def balance(self, hosts: Sequence[str]) -> None:
-        """Choose the servers' shares of the model; `hosts` has the host of each rank.
+        """Choose how large a part of the model each server has; `hosts` has the host of each rank.
 
-        Only for servers="auto" do the shares depend on the hosts.
+        The sizes depend on the hosts only with servers="auto".
         """
         self.servers, _, parts = ranks_and_shares(*self._given, lambda: hosts)
         self._asked = _scaled(dict(zip(self.servers, parts, strict=True)))
 
     def at_first(self) -> Shares:
-        """Return the shares with which the run begins."""
+        """Return {server: fraction of the model that it has} for the beginning of the run."""
         assert self._asked is not None
         return self._asked
 
     def choose(self, ranks: Sequence[int]) -> None:
-        """Choose the servers among the living `ranks`; raise RankFailure if no worker is left."""
+        """Choose the servers among the living `ranks`; if none is left, the last rank becomes one.
+
+        Raises RankFailure if no worker is left.
+        """
         # If no server is left, the last rank becomes one.
         self.servers = [rank for rank in self.servers if rank in ranks] or [ranks[-1]]
         if not any(map(self.works, ranks)):
@@ -71,11 +77,14 @@ class ServerRoles:
         return rank not in self._only_serve
 
     def placement(self, ranks: Sequence[int]) -> list[int]:
-        """Return the indices in `ranks` of the servers that are not also workers."""
+        """Return, as indices into `ranks`, the servers that are not also workers."""
         return [ranks.index(rank) for rank in self.servers if not self.works(rank)]
 
     def shares(self, before: Shares) -> Shares:
-        """Return the shares of the living servers, in the proportions of `before`."""
+        """Return {server: fraction of the model} for the living servers.
+
+        Their fractions have the same proportions as in `before`, the fractions before a death.
+        """
         if [*before] == self.servers:
             return before  # equal to the last bit, because the layout follows from the shares
         return _scaled({rank: before.get(rank, 1.0) for rank in self.servers})

@@ -34,14 +34,19 @@ _WHOLE: dict[str, Any] = {"split": {}, "split_ranks": 1}
 
 
 def shared_layers(split: Mapping[str, str], ways: int) -> dict[str, Any]:
-    """Return the entries of a checkpoint about the layers that several ranks share (`split`)."""
+    """Return what a checkpoint says about layers that several ranks share: a dict for JSON.
+
+    `split` names these layers, and `ways` is the number of ranks that share each.
+    """
     return {"split": dict(split), "split_ranks": ways if split else 1}
 
 
 def last_run(
     comm, store, resume: bool | str, split: Mapping[str, str], ways: int
 ) -> dict | None:  # fmt: skip
-    """Return the pipeline's entry in the newest checkpoint; None if there is none. Collective.
+    """Return what the newest checkpoint says about the last run's pipeline, or None. Collective.
+
+    The result has the cuts of the model and the measured times of its parts.
 
     The result is also None if that run divided a layer in another way (`split`), or among another
     number of ranks (`ways`), because its measured times belong to other parts of layers.
@@ -84,8 +89,9 @@ def choose_cuts(
 
 
 def mean_time(grid: PipelineGrid, times: Sequence[Mapping], chunk: int, kinds: str) -> float | None:
-    """Return the mean seconds of the `kinds` of computations in a chunk; None if there were none.
+    """Return the mean seconds of a microbatch's computations in a chunk; None if there were none.
 
+    A chunk is a group of consecutive layers, and `kinds` has letters such as F for a forward pass.
     `times` has the result of `Stage.mean_times` for each rank.
     """
     stage = grid.ranks_of(chunk % grid.stages)
@@ -96,12 +102,15 @@ def mean_time(grid: PipelineGrid, times: Sequence[Mapping], chunk: int, kinds: s
 
 
 def chunk_seconds(grid: PipelineGrid, times: Sequence[Mapping]) -> list[float | None]:
-    """Return the mean seconds of a microbatch in each chunk, forward and backward together."""
+    """Return the mean seconds of a microbatch in each chunk (group of consecutive layers).
+
+    Forward and backward pass are counted together.
+    """
     return [mean_time(grid, times, c, F + B + I + W) for c in range(grid.stages * grid.chunks)]
 
 
 def simulated_bubble(grid: PipelineGrid, times: Sequence[Mapping], steps: int) -> float | None:
-    """Simulate a grid's schedule with the mean times of all ranks; return the idle share.
+    """Simulate a pipeline with the measured times of its ranks; return their idle fraction.
 
     Returns None if nothing was computed, or if the simulation would take seconds. With "pipedream",
     several of the `steps` are simulated, because the pipeline is not emptied between steps.

@@ -23,9 +23,10 @@ from ....runtime.topology import topology_of
 def order_of_ranks(
     comm, model, grid: PipelineGrid, choice: CutChoice, samples: int
 ) -> list[int] | None:
-    """Return the rank of each slot of the grid; None if slot k is on rank k. Collective.
+    """Return the rank of each slot (a replica of a stage); None if slot k is on rank k.
 
-    A slot is a replica of a stage. `samples` is the number of samples of a microbatch.
+    Collective over `comm`. Slots are numbered stage by stage, and `samples` is the number of
+    samples of a microbatch.
     """
     topology = topology_of(comm, faked_nodes(comm))
     if topology.nodes == 1:
@@ -52,9 +53,9 @@ def order_of_ranks(
 
 
 def links_of(grid: PipelineGrid, rows: list) -> dict:
-    """Return how many bytes each pair of slots exchanges in a step, as `slot_links` does.
+    """Return how many bytes each pair of stage replicas exchanges in a step, as `slot_links` does.
 
-    `rows` is the profile of the layers.
+    `rows` is the profile of the layers, in the form of `recut.profile_rows`.
     """
     # The gradient of an output has the same size as the output.
     cuts = [2 * rows[end - 1][2] for end in grid.cuts]
