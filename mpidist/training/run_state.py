@@ -129,7 +129,7 @@ class Progress:
         self.position = after
 
     def start_loop(self, last: int) -> None:
-        """Start the clock for the samples per second: the run does its first step now."""
+        """Start the clock for the samples per second; step `last` will end the run."""
         self.last = last
         heartbeat.note_steps(self.step)
         self.loop_began = time.perf_counter()

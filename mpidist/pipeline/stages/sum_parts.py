@@ -45,7 +45,8 @@ class SumPart:
     shapes : dict of str to tuple
         The shapes of the gradients in `vector`, in the order of memory.
     in_order : bool
-        Whether this rank adds its microbatches in the order of their numbers. """
+        Whether this rank adds its microbatches in the order of their numbers.
+    """
 
     def __init__(
         self, comm, vector, pieces: int, shapes: dict[str, tuple[int, ...]], in_order: bool

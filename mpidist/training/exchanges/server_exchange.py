@@ -319,7 +319,10 @@ class Served(WholeModel):
         return self.agreement.at(self.client.finished, False)
 
     def unfinished(self) -> Pending | None:
-        """Return the step whose push this worker has begun but not finished, or None."""
+        """Return the step of which this worker has begun, but not finished, the push; or None.
+
+        To push is to send the gradients of a step to the servers.
+        """
         if self.pending is not None or not self.sent:
             return self.pending
         gradients = {name: gradient.copy() for name, gradient in self.gradients.items()}
