@@ -16,7 +16,10 @@ def rows_of(x) -> tuple[int, int]:
 
 
 def deliver(block, like, out, shape):
-    """Return a received block in `out` if given, else in an array of the library of `like`."""
+    """Return a received block: copied into `out` if given, else in an array as `like` is.
+
+    Without `out`, the result has the dtype and the array library (NumPy or CuPy) of `like`.
+    """
     if out is None:
         if isinstance(like, np.ndarray):
             return block if block.dtype == like.dtype else block.astype(like.dtype)
@@ -37,7 +40,11 @@ def packed(x):
 
 
 class BlockVector:
-    """The block of a long vector that this rank stores; slices name positions in the long one."""
+    """The part of a long vector that this rank stores, with the positions of the long vector.
+
+    The part begins at position `start`. ``vector[a:b]`` returns the elements at the positions a to
+    b - 1 of the long vector, all of which this rank must store.
+    """
 
     def __init__(self, start: int, block: np.ndarray):
         self.start, self.block = start, block

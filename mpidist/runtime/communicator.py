@@ -56,8 +56,8 @@ def translated_rank(rank: int, comm: MPI.Comm, other: MPI.Comm) -> int:
 def one_step(call: Callable) -> Callable:
     """Return MPI's own method for `call`, a blocking method of an `ElasticComm`.
 
-    The method of an `ElasticComm` calls `look` after the call of MPI; MPI's own method does not, so
-    the caller must call `look` itself.
+    After the call of MPI, the method of an `ElasticComm` checks whether a rank has died
+    (`Membership.look`). MPI's own method does not check this, so its caller must.
     """
     inner = getattr(call, "__wrapped__", None)
     return call if inner is None else partial(inner, call.__self__)  # type: ignore[attr-defined]

@@ -97,17 +97,21 @@ class Context:
 
     @property
     def counters(self) -> events.Counters:
-        """The messages and bytes of this rank so far on this communicator, over all operations.
+        """The numbers of messages and bytes that this rank has sent on this communicator so far.
 
-        An operation counts its messages in ``sent``, or in its `Runs` object (a counter of its
-        runs); this property adds up all counts.
+        All operations on the communicator are counted. An operation counts what it sends in the
+        attribute ``sent``, or in its `Runs` object (a counter of its runs); this property adds up
+        both.
         """
         for runs in self.runs:
             runs.take(self.sent)
         return self.sent
 
     def count(self, counters: events.Counters, reader=None, *, numbers=False) -> events.Runs:
-        """Return a new `Runs` object (a counter of runs); the property `counters` includes it."""
+        """Return a new counter of an operation's runs; the property `counters` includes it.
+
+        `counters` says what one run sends.
+        """
         runs = events.Runs(counters, reader, numbers)
         self.runs.append(runs)
         return runs

@@ -42,7 +42,7 @@ def test_some(requests: list[MPI.Request]) -> list[int] | None:
 
 
 def test_one(request: MPI.Request, status: MPI.Status) -> bool:
-    """Return whether a request has ended, and fill its status; raise errors as `test_some`."""
+    """Return whether a request has ended, and fill its status; raise errors as `test_some` does."""
     if ulfm.current is None:
         return request.Test(status)
     return _has_ended(request, status) and request.Test()

@@ -136,12 +136,19 @@ class ElasticWait:
 
 
 def elastic_wait(start: float) -> ElasticWait | None:
-    """Return the `ElasticWait` of a wait that begins at `start`, or None if `look` is not set."""
+    """Return the `ElasticWait` of a wait that begins at time `start`; None if no rank may die.
+
+    The program is elastic (it goes on after the death of a rank) if the global function `look` is
+    set.
+    """
     return None if look is None else ElasticWait(start)
 
 
 def board_of_main_thread() -> Any:
-    """Return `board` in the main thread, and None in other threads, which the board ignores."""
+    """Return the object that shows other ranks what this rank does; None except in the main thread.
+
+    The object is the global `board`. It shows only what the main thread does.
+    """
     return board if threading.current_thread() is threading.main_thread() else None
 
 
@@ -150,8 +157,8 @@ def phase(name: str) -> Iterator[None]:
     """In the ``with`` block, show the other ranks of the node that this rank may take long.
 
     `name` is the phase: "save", "data", "evaluate" or "plan". In these phases, a rank may be late
-    without being removed from an elastic group. Does nothing if there is no board, and in other
-    threads than the main thread.
+    without being removed from an elastic group. Does nothing if no `board` is set (the object that
+    shows this), and outside the main thread.
     """
     if name not in PHASES[3:]:
         raise ConfigError(f"phase {shown(name)}; expected one of {', '.join(PHASES[3:])}")

@@ -162,7 +162,10 @@ class Membership:
         (survive if has_ulfm() else failure.set_exit_barrier)(self.base)
 
     def register(self, comm):
-        """Add `comm` to `children`; return it as an object that registers its own children."""
+        """Return `comm` as an `ElasticComm`, added to `children`, the communicators to revoke.
+
+        Communicators that are made from the result are added to `children`, too.
+        """
         self.children = [child for child in self.children if child != MPI.COMM_NULL]
         self._settled = [comm for comm in self._settled if comm != MPI.COMM_NULL]
         self.children.append(elastic_comm(comm, self))

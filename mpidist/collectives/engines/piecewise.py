@@ -68,7 +68,7 @@ class PieceSum:
     Attributes
     ----------
     mine : range
-        The pieces of this rank.
+        The numbers of the pieces (vectors) that this rank adds, in this order.
     """
 
     def __init__(self, comm, n: int, dtype, pieces: int, *, votes: int = 0, like=None):
@@ -359,7 +359,10 @@ class PieceSum:
 
 
 class ProgramRun:
-    """A prepared operation that runs while this rank computes; every wait makes progress for it."""
+    """A run of a prepared operation, which goes on while this rank computes.
+
+    Every wait of mpidist in this thread makes progress for the operation.
+    """
 
     def __init__(self, context, plan: CachedPlan, vector):
         self.context = context

@@ -52,7 +52,10 @@ def settle(context: Context, name: str) -> str:
 def make_engine(
     context: Context, signature: Signature, reduction: Reduction, shape, name: str, slots=None
 ):
-    """Return the engine for algorithm `name`: (short engine, None) or (None, engine). Collective.
+    """Return a pair with the engine that runs algorithm `name`, and None. Collective.
+
+    A short engine, which takes the user's array, is the first of the pair: (engine, None). All
+    other engines take a 1-D vector, and are the second of the pair: (None, engine).
 
     If there is only one rank, both returned values are None. If the vector is in an arena (shared
     memory), `slots` is the list of the vectors of all local ranks.
@@ -120,7 +123,12 @@ def _on_slots(reduction: Reduction, memory: NodeMemory, slots: list) -> Engine:
 
 
 def halves_on_slots(topology: Topology, slots: list, ufunc, gate: NodeBarrier | None = None):
-    """Return engines for reduce-scatter and allgather in a node, of vectors in shared memory."""
+    """Return two engines that run the two halves of an allreduce in shared memory, in one node.
+
+    The first engine runs the reduce-scatter, and the second one the allgather. `slots` is the list
+    of the vectors of all ranks of the node. `gate` is the barrier at which the ranks of the node
+    wait for each other; without it, the caller separates the steps itself.
+    """
     n = slots[0].size
     place = topology.local_size, topology.local_rank, n
     more = node.in_place_length(slots[0].itemsize), lanes_of(topology), n

@@ -77,7 +77,12 @@ def _folded(size: int, rank: int, n: int, inner: Callable) -> list[Step]:
 
 
 def doubling(size: int, me: int, n: int, members: list[int], scratch: int, first: int):
-    """Return the steps of `recursive_doubling` for `size` ranks; `size` must be a power of two."""
+    """Return the steps of `recursive_doubling` for `size` ranks; `size` must be a power of two.
+
+    The ranks are numbered from 0 to size - 1, and `me` is the number of this rank; ``members[k]``
+    is the rank on the communicator of number k. Scratch memory begins at position `scratch`, and
+    `first` is the number of the first round.
+    """
     steps: list[Step] = []
     whole: Range = (0, n)
     for k in range(size.bit_length() - 1):
@@ -104,6 +109,8 @@ def halving(
     itemsize: int = 4,
 ):
     """Return the steps of `halving_doubling` for `size` ranks; `size` must be a power of two.
+
+    The parameters are the same as for `doubling`.
 
     With `neighbours_first`, a rank exchanges halves first with the rank at distance 1, then with
     the ranks at distances 2, 4, and so on. With `neighbours_first`, the order of additions is the

@@ -89,7 +89,10 @@ class Statuses:
         return self.context.sequence if self.awaited is None else self.awaited
 
     def look_around(self, waited: float) -> None:
-        """Exchange statuses with other ranks without blocking; MismatchError if they conflict."""
+        """Exchange statuses with other ranks without blocking; MismatchError if they conflict.
+
+        `waited` says for how many seconds this rank has waited.
+        """
         if self.context.failed:  # another thread or a nested wait has received the error text
             raise self.context.failed_as(self.context.failed)
         current = self.current

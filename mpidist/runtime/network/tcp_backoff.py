@@ -9,9 +9,9 @@ down. While a rank waits, this module therefore makes TCP send a few questions t
 (keepalive).
 
 This module changes the settings of connections to other hosts only, and only while they get no
-answer or are idle in a long wait. Some of these connections may belong to the user's program. Other
-settings do them no harm: TCP sends a few more packets, gives up after the same time as before, and
-gets its old settings back afterwards.
+answer or are idle in a long wait. Some of these connections may belong to the user's program, and
+not to MPI. The change does not harm them either: TCP sends a few more packets, gives up a
+connection after the same time as without the change, and gets its old settings back afterwards.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ Values = dict[tuple[int, int], int]
 
 
 class Stalled(NamedTuple):
-    """A connection without an answer: its file, the other host, and the number of tries of TCP."""
+    """A connection without an answer: its file, the other host, and how often TCP sent again."""
 
     fd: int
     inode: int
@@ -95,13 +95,20 @@ def patience(retries: int, longest: int) -> int:
 
 
 class Connections:
-    """The connections of this process to other hosts, and the settings of those it has changed."""
+    """The TCP connections of this process to other hosts; it changes the settings of some.
+
+    The object keeps the old settings of the connections that it has changed, and restores them.
+    """
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[int, Values]] = {}  # inode -> file, old settings
 
     def look(self, waits: bool) -> list[Stalled]:
-        """Return the connections that get no answer; `waits` says whether this rank waits."""
+        """Return the connections that get no answer, and change settings so that TCP asks sooner.
+
+        While this rank waits (`waits`), TCP also sends questions on idle connections. A connection
+        that works again gets its old settings back.
+        """
         found, changed = [], set()
         for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - a path for each file costs more
             with contextlib.suppress(OSError):

@@ -115,7 +115,10 @@ class CrossMemory:
                 )
 
     def without(self, living: list[int]) -> CrossMemory:
-        """Return an object for the ranks `living`, without a new test; close this object."""
+        """Return an object for the local ranks `living` only, after other ranks have died.
+
+        The copies are not tested again. This object must not be used any more.
+        """
         new = copy.copy(self)
         new.pids, new._rank = [self.pids[k] for k in living], living.index(self._rank)
         new._watch([self._ends[k] for k in living])
