@@ -73,6 +73,8 @@ def interleave(
 ) -> dict[str, Measured]:
     """Time `repeat` calls of every candidate in each of `rounds` rounds. Collective over `comm`.
 
+    Returns a dict with the times of each candidate, under the same names as in `candidates`.
+
     Parameters
     ----------
     meter : callable, optional

@@ -40,7 +40,7 @@ def call(comm, kind: str):
 
 
 def all_come(comm) -> None:
-    """Record that all ranks are sure to make the next collective call, without an agreement first.
+    """Record that all ranks will make the next collective call, so they need not agree on it first.
 
     If this rank nevertheless raises an exception before that call, the other ranks are told and
     abort the call. Otherwise, this rank would receive the messages of the call that it has missed

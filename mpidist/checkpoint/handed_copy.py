@@ -1,5 +1,7 @@
 """The copy of a state that an attempt of a job leaves in memory for the next attempt.
 
+An attempt is one start of the job's program by `mpidist launch`.
+
 The copy is a checkpoint in a folder of /dev/shm, so any number of ranks of its host can restore
 from it. The copy is the newest state of the run until the next attempt has saved a step to its
 store. The copy is used only by attempts of the same `mpidist launch`. If `mpidist launch` is
@@ -19,7 +21,7 @@ from .control import by_rank_0, run_on_all
 
 
 def folder_of(memory: Path, path: str) -> Path:
-    """Return the folder of the copy; `memory` is `launch.environment.memory_folder`.
+    """Return the folder of the copy, inside the folder `memory` for copies of states in /dev/shm.
 
     `path` is the shared folder of the run's store; it distinguishes the copies of several runs.
     """
@@ -28,9 +30,10 @@ def folder_of(memory: Path, path: str) -> Path:
 
 
 def save_copy(comm, memory: Path, path: str, step: int, state: Mapping) -> bool:
-    """Save `state` in memory for the next attempt of the job. Collective.
+    """Save `state` in memory for the next start of the job's program. Collective.
 
-    If the copy cannot be made, print a line that says why, and return False.
+    Returns whether the copy is made; if not, a printed line says why. `memory` is the folder in
+    /dev/shm for copies, and `path` is the shared folder of the run's store.
     """
     # Imported here: most runs leave no copy for a next attempt, and many have no store.
     from .memory_copies import fits_in_memory, make_private
@@ -55,8 +58,9 @@ def save_copy(comm, memory: Path, path: str, step: int, state: Mapping) -> bool:
 def restore_newest(comm, memory: Path | None, store, like: dict, handed: str) -> tuple[dict, bool]:
     """Return the newest state, and whether it is from the copy in memory. Collective.
 
-    If the copy is missing or not newer, the state is read from `store`. `handed` is the result of
-    `hand_over.wait_for_turn`. Raises NoCheckpoint if there is no state.
+    If the copy is missing or not newer, the state is read from `store`. `handed` says where the
+    earlier start of the program has left the state for this one: `IN_MEMORY`, `IN_STORE`, or "" if
+    it has not said so. Raises NoCheckpoint if there is no state.
     """
     if memory is None or not hasattr(store, "let_go"):
         return store.restore(like)[1], False
@@ -76,7 +80,9 @@ def restore_newest(comm, memory: Path | None, store, like: dict, handed: str) ->
 
 
 def restore_copy(comm, memory: Path, path: str, like: Mapping, newer_than: int | None):
-    """Return (step, state) from the copy, or None. Collective; see `CheckpointStore.restore`.
+    """Return (step, state) from the copy in memory, or None. Collective.
+
+    The state has the form of `like`, as in `CheckpointStore.restore`.
 
     The result is None if some host has no copy that is newer than the step `newer_than`.
     """
@@ -98,5 +104,5 @@ def restore_copy(comm, memory: Path, path: str, like: Mapping, newer_than: int |
 
 
 def remove_copy(memory: Path, path: str) -> None:
-    """Remove the copy; one or several ranks of the host call this function."""
+    """Remove the copy in memory; one or several ranks of the host call this function."""
     shutil.rmtree(folder_of(memory, path), ignore_errors=True)

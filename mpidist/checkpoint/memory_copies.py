@@ -1,14 +1,15 @@
-"""Copies of the state in the memory of each node, from which the next attempt of a job restores.
+"""Copies of the state in the memory of each node, from which a restarted job continues.
 
     step    100   105   110   115   120        checkpoint_every = 100, a copy at every 5th step
     disk    x
     memory  x     x     x     x     x          all ranks are killed in step 123: the next attempt
                                                begins with step 120, and not with step 100
 
-A `TieredStore` makes the copies, in a folder of /dev/shm. `mpidist launch` chooses the name of this
-folder, and removes the folder at the end of the job. On each node, the copy has all replicated
-arrays, and of the sharded arrays only the shards of the ranks on this node. So if no rank has
-shards and a node is lost, the next attempt continues from the copies of the other nodes.
+An attempt is one start of the job's program by `mpidist launch`. A `TieredStore` makes the copies,
+in a folder of /dev/shm. `mpidist launch` chooses the name of this folder, and removes the folder at
+the end of the job. On each node, the copy has all replicated arrays, and of the sharded arrays only
+the shards of the ranks on this node. So if no rank has shards and a node is lost, the next attempt
+continues from the copies of the other nodes.
 """
 
 from __future__ import annotations

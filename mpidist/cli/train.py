@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def beginning(environ: Mapping[str, str]) -> bool | str:
-    """Return a name of this job, which is the same in all attempts to run the job. Pure.
+    """Return a name of this job, which is the same in all attempts to run the job.
 
     ``--fresh`` needs this name: the first attempt ignores the old checkpoints, but a later attempt
     with the same name must not ignore the checkpoints of the first attempt. Returns True instead of

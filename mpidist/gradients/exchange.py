@@ -357,7 +357,11 @@ class Gradients:
         self._next, self._active = 0, []
 
     def hidden(self) -> float | None:
-        """Return the fraction of the exchange time that overlapped with backward, or None."""
+        """Return the fraction of the exchange time that overlapped with backward, or None.
+
+        The result is None if the time of an exchange without a backward pass was not measured, as
+        on one node, or before the first complete step.
+        """
         if not self.alone_seconds or not self.steps:
             return None
         exposed = self.exposed_seconds / self.steps / self.alone_seconds

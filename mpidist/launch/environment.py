@@ -1,4 +1,7 @@
-"""Environment variables: settings of MPI, ULFM, and the folders that several runs share."""
+"""Environment variables: settings of MPI, ULFM, and the folders that several runs share.
+
+`mpidist launch` starts the program of a job again after a failure; each start is called an attempt.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +27,36 @@ ATTEMPT_BEFORE = "MPIDIST_ATTEMPT_BEFORE"
 
 
 def attempt_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder of this attempt of `mpidist launch`; None without `mpidist launch`."""
+    """Return the folder of this attempt (start of the program by `mpidist launch`), or None.
+
+    The result is None if `mpidist launch` has not started this process.
+    """
     return Path(environ[ATTEMPT_FOLDER]) if ATTEMPT_FOLDER in environ else None
 
 
 def attempt_before(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder of the earlier attempt whose run this attempt takes over, or None."""
+    """Return the folder of the running attempt that this attempt will replace, or None.
+
+    An attempt is a start of the program by `mpidist launch`. When a job gets more ranks, for
+    example by `mpidist grow`, a new attempt begins while the earlier one still trains, and then
+    takes over its training run. Otherwise the result is None.
+    """
     return Path(environ[ATTEMPT_BEFORE]) if ATTEMPT_BEFORE in environ else None
 
 
 def job_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder that all attempts of `mpidist launch` share; None without this launcher."""
+    """Return the folder of the job that `mpidist launch` has started, or None without a launcher.
+
+    All attempts (starts of the program by one `mpidist launch`) share this folder.
+    """
     return Path(environ[ATTEMPT_FOLDER]).parent if ATTEMPT_FOLDER in environ else None
 
 
 def memory_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder in /dev/shm for copies of the state; None without `mpidist launch`."""
+    """Return the folder in /dev/shm for copies of the training state, or None.
+
+    The result is None if `mpidist launch` has not started this process.
+    """
     return Path(environ[MEMORY_FOLDER]) if MEMORY_FOLDER in environ else None
 
 
@@ -75,7 +92,10 @@ def mpi_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def has_ulfm(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the job was started with ULFM, so that its ranks can survive a dead rank."""
+    """Return whether the job was started with ULFM, so that its ranks can go on after a death.
+
+    ULFM (user-level failure mitigation) is the part of MPI that survives the death of a rank.
+    """
     return environ.get("OMPI_MCA_mpi_ft_enable") == "1"
 
 

@@ -11,8 +11,8 @@ NUMBER says when the fault happens: at the training step of this number, or when
 reached POINT this many times. Without NUMBER the fault happens every time the program reaches
 POINT. KEY in MPIDIST_FAULT is ``rank``, ``attempt``, ``ms``, ``code`` or ``seed``. ``rank`` is a
 number, or ``random`` with the seed ``seed``; without ``rank`` the fault happens on every rank.
-``attempt`` is the number of an attempt of `mpidist launch`, or ``any``; the default is 0, the first
-attempt.
+``attempt`` is the number of a start of the program by `mpidist launch`, or ``any``; the default is
+0, the first start.
 
 Faults are allowed only if MPIDIST_TESTING=1 is set. The program of a test marks points of its own
 by `fault_points.fault_point`.
@@ -43,7 +43,12 @@ _KEYS = ("rank", "seed", "attempt", "ms", "code")
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: its action, point, number, rank and attempt; None means that any value fits."""
+    """One fault: what happens (`action`), and where and when it happens.
+
+    The fault happens at the place of the program that is called `point`, on the rank `rank`, in the
+    start number `attempt` of the program by `mpidist launch`, when the program reaches the place
+    with the number `number`. None means that any value fits.
+    """
 
     action: str
     point: str

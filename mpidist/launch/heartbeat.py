@@ -278,7 +278,11 @@ def note_deaths(count: int) -> None:
 
 
 def give_up() -> bool:
-    """Write to the heartbeat file that the attempt must end; return whether a launcher reads it."""
+    """Ask `mpidist launch` to end this attempt to run the job; return whether it is there to read.
+
+    A rank calls this function if it could not continue after the death of another rank. The request
+    is a number in the rank's heartbeat file.
+    """
     if _pulse is None:
         return False
     _pulse.numbers[_GAVE_UP] = 1
@@ -287,14 +291,24 @@ def give_up() -> bool:
 
 
 def tell_launcher(name: str, text: str = "") -> None:
-    """Send `mpidist launch` a message: write the file `name` to the folder of this attempt."""
+    """Send `mpidist launch` a message: write `text` to the file `name` in this attempt's folder.
+
+    An attempt is a start of the program by `mpidist launch`.
+    """
     folder = attempt_folder()
     if folder is not None:
         (folder / name).write_text(text, encoding="utf-8")
 
 
 def make_decision(folder: Path, text: str) -> bool:
-    """Make the decision `text`; return False if another process has made another decision."""
+    """Decide which of two attempts continues a training run; return whether `text` is the decision.
+
+    When a job gets more ranks, for example by `mpidist grow`, two attempts (starts of the program)
+    run at the same time: the first one, whose folder is `folder`, and a new one with more ranks.
+    `text` is `KEPT` if the first attempt keeps the run; otherwise the new attempt takes it over,
+    and `text` says where the state is (`IN_MEMORY` or `IN_STORE`). Only the first decision counts,
+    so the result is False if another process has decided differently before.
+    """
     try:
         # A symbolic link is made in one step together with its text. A file could stay empty,
         # because the process that makes it is killed or the disk is full, and all processes would
@@ -306,7 +320,7 @@ def make_decision(folder: Path, text: str) -> bool:
 
 
 def decision(folder: Path) -> str:
-    """Return the text of the decision, or "" as long as there is no decision."""
+    """Return the text that `make_decision` has recorded in `folder`, or "" without a decision."""
     with contextlib.suppress(OSError):
         if has(folder, DECIDED):
             return str((folder / DECIDED).readlink())
@@ -314,7 +328,10 @@ def decision(folder: Path) -> str:
 
 
 def launched_by(environ: Mapping[str, str] | None = None) -> str:
-    """Return the `launcher_id` of the `mpidist launch` that started this process, or ""."""
+    """Return the `launcher_id` of the `mpidist launch` that started this process, or "".
+
+    A `launcher_id` is a text with the host, the process number and the start time of the launcher.
+    """
     return (os.environ if environ is None else environ).get(LAUNCHER, "")
 
 
@@ -328,7 +345,7 @@ def is_launched() -> bool:
 
 
 def attempt(environ: Mapping[str, str] | None = None) -> int:
-    """Return how many attempts of `mpidist launch` to run this job came before this attempt."""
+    """Return how often `mpidist launch` had started this job's program before this start."""
     return int((os.environ if environ is None else environ).get(ATTEMPT, "0"))
 
 
@@ -338,7 +355,10 @@ def launcher_id() -> str:
 
 
 def is_at_work(launcher: str, elsewhere: bool) -> bool:
-    """Return whether a launcher still runs; for a launcher on another host, return `elsewhere`."""
+    """Return whether a launcher still runs; for a launcher on another host, return `elsewhere`.
+
+    `launcher` is the text that `launcher_id` returned in the launcher's process.
+    """
     words = launcher.split()
     if len(words) != 3 or words[0] != socket.gethostname():
         return elsewhere
@@ -354,7 +374,7 @@ def has(folder: Path, name: str) -> bool:
 
 
 def read_heartbeats(folder: Path) -> list[Sign]:
-    """Return the heartbeats of the ranks of an attempt, in rank order."""
+    """Return the heartbeats of all ranks whose heartbeat files are in `folder`, in rank order."""
     signs = []
     for path in folder.glob("rank-*"):
         with contextlib.suppress(OSError, ValueError):

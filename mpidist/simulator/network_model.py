@@ -30,7 +30,10 @@ from ..errors import ConfigError, nearest
 
 
 class NetworkModel(NamedTuple):
-    """Times in seconds or seconds per byte. `burst` is in bytes, and `crossing` has no unit."""
+    """The parameters of a network, which the docstring of this module explains.
+
+    Times are in seconds or seconds per byte. `burst` is in bytes, and `crossing` has no unit.
+    """
 
     latency: float = 2e-6
     gap: float = 1e-9

@@ -21,7 +21,11 @@ from ..collectives.schedules.schedule import Step, length
 
 
 class Class(NamedTuple):
-    """One class: its ranks, the steps of its first rank, and each step's peer on every rank."""
+    """A class of ranks that do the same steps, with other ranks and other parts of the vector.
+
+    `ranks` are the ranks of the class, `steps` are the steps of the first of them, and `peers` has
+    for each step an array with the peer of every rank.
+    """
 
     ranks: np.ndarray
     steps: list[Step]

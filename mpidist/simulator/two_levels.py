@@ -19,7 +19,10 @@ HIERARCHICAL = "hierarchical"
 
 
 def builder(name: str, ranks_per_node: int) -> Callable:
-    """Return the function that builds a schedule; for ``hierarchical``, only between nodes."""
+    """Return the function that builds the schedule (list of steps) of the algorithm `name`.
+
+    For ``hierarchical``, the schedule has only the messages between nodes.
+    """
     if name != HIERARCHICAL:
         return ALLREDUCE[name]
 

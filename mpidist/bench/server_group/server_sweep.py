@@ -169,7 +169,11 @@ def _us(seconds: np.ndarray) -> float:
 
 
 def sweep_lines(rows: Sequence[dict], bound: float) -> list[str]:
-    """Return lines with the best case of each size, and cases in which messages take too long."""
+    """Return lines of text: the best case of each size, and a warning about slow communication.
+
+    The warning counts the cases in which communication takes more than the fraction `bound` of a
+    step. `rows` are the results of `measure`.
+    """
     lines = []
     for nbytes in dict.fromkeys(row["bytes"] for row in rows):
         best = max((row for row in rows if row["bytes"] == nbytes), key=lambda r: r["speed_up"])

@@ -18,7 +18,10 @@ from ...servers.parameter_server import parameter_server
 
 
 def delays(workers: int, steps: int, unit: float, seed: int = 0) -> np.ndarray:
-    """Return the seconds of each step of each worker, as an array of shape (workers, steps)."""
+    """Return the seconds of each step of each worker, as an array of shape (workers, steps).
+
+    A step takes `unit` seconds, or five times as long with probability 1/4.
+    """
     rng = np.random.default_rng(seed)
     return np.where(rng.random((workers, steps)) < 0.25, 5 * unit, unit)
 

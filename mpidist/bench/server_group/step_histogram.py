@@ -1,4 +1,7 @@
-"""A histogram of the times of each rank's steps; the bins are shares of the median time."""
+"""A histogram of the durations of each rank's steps.
+
+The bins are given as multiples of the median duration of all steps.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,12 @@ BINS = (0.5, 0.9, 1.1, 1.5, 2.0, 3.0, 5.0)
 
 
 def step_histogram(seconds: np.ndarray | Sequence[Sequence[float]]) -> dict:
-    """Count the steps of each rank in each bin: ``edges_us`` and, for each rank, ``counts``."""
+    """Count how many steps of each rank have a duration in each bin of a histogram.
+
+    `seconds` has the durations of the steps of each rank. Returns a dict: ``edges_us`` are the
+    upper ends of the bins in microseconds (the last bin has no end), and ``counts`` has a list for
+    each rank, with the number of its steps in each bin.
+    """
     edges = np.array(BINS) * float(np.median(np.concatenate([np.asarray(s) for s in seconds])))
     counts = [
         np.bincount(np.searchsorted(edges, each, side="right"), minlength=len(BINS) + 1).tolist()
@@ -21,7 +29,11 @@ def step_histogram(seconds: np.ndarray | Sequence[Sequence[float]]) -> dict:
 
 
 def histogram_lines(histogram: dict) -> Iterator[str]:
-    """Yield the lines of a table: a line for each rank, a column for each bin (its end in ms)."""
+    """Yield the lines of a table with the result of `step_histogram`.
+
+    The table has a line for each rank, and a column for each bin, headed by the end of the bin in
+    milliseconds.
+    """
     ends = [f"<{edge / 1e3:.3g}" for edge in histogram["edges_us"]]
     yield "steps(ms)" + "".join(f"{end:>9}" for end in [*ends, "longer"])
     for rank, counts in enumerate(histogram["counts"]):

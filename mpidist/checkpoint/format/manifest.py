@@ -115,7 +115,10 @@ class Layout(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The manifest's entry for the table of a shard: its name, its size, and its head's digest."""
+    """The manifest's entry for a shard's table, the file that lists what the shard contains.
+
+    The entry has the name and the size of the table, and the digest of its head (first line).
+    """
 
     name: str
     size: int
