@@ -347,7 +347,10 @@ def set_direct(wanted: bool | None) -> None:
 
 
 def direct_wanted(environ: Mapping[str, str]) -> bool | None:
-    """Return the value of ``MPIDIST_GPU_DIRECT`` or of Cray MPI's variable; None without both."""
+    """Return whether the environment asks to pass GPU memory to MPI; None if it does not say.
+
+    The variables are ``MPIDIST_GPU_DIRECT``, and ``MPICH_GPU_SUPPORT_ENABLED`` of Cray MPI.
+    """
     said = environ.get("MPIDIST_GPU_DIRECT", "").strip()
     if said not in ("", "0", "1"):
         raise ConfigError(f"MPIDIST_GPU_DIRECT={said!r}: expected 0 (staged) or 1 (direct)")

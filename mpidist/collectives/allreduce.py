@@ -243,7 +243,8 @@ class Plan(partial):
     algorithm : str
         The algorithm that runs, even if the caller has asked for "auto".
     plan : object
-        The internal plan; for an arena a list of plans, one for each vector.
+        The object that runs the operation; for an arena a list of such objects, one for each
+        vector.
     """
 
     algorithm: str

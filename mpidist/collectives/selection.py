@@ -58,11 +58,11 @@ def size_class(nbytes: int) -> int:
 def table(comm: MPI.Comm) -> dict[str, dict]:
     """Return all choices and measurements of this communicator so far, as a dict for JSON.
 
-    For example ``{"1048576": {"algorithm": "ring", "ranks": 4, "from": "measured",
-    "won": 1.0, "us": {"native": 812.0, "ring": 640.5}}}``. The key is the largest number of bytes
-    in the size class. ``won`` is the fraction of the measured rounds in which the algorithm was the
-    fastest, ``us`` are microseconds per call, and ``from`` is "measured", "cache", "checkpoint" or
-    "more ranks" (chosen before a death).
+    For example ``{"1048576": {"algorithm": "ring", "ranks": 4, "from": "measured", "won": 1.0,
+    "us": {"native": 812.0, "ring": 640.5}}}``. The key is the largest number of bytes in the size
+    class. ``won`` is the fraction of the measured rounds in which the algorithm was the fastest,
+    ``us`` are microseconds per call, and ``from`` is "measured", "cache", "checkpoint" or "more
+    ranks" (chosen before the death of a rank).
     """
     return dict(_chosen(of(comm)))
 
@@ -126,7 +126,11 @@ def candidates(context: Context) -> tuple[str, ...]:
 
 
 def choose(context: Context, signature: Signature, reduction: Reduction, shape, make) -> str:
-    """Return the algorithm for a vector; measure first if its size class is new. Collective."""
+    """Return the algorithm for a vector; measure first if its size class is new. Collective.
+
+    Vectors whose bytes round up to the same power of two are in one size class. `make` is a
+    function that prepares the operation with a given algorithm, so that it can be measured.
+    """
     if context.size == 1:
         return algorithms.NATIVE
     n = int(np.prod(shape, dtype=np.int64))

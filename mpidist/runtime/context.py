@@ -97,21 +97,17 @@ class Context:
 
     @property
     def counters(self) -> events.Counters:
-        """The numbers of messages and bytes that this rank has sent on this communicator so far.
+        """The messages and bytes that this rank has sent, received and reduced so far.
 
-        All operations on the communicator are counted. An operation counts what it sends in the
-        attribute ``sent``, or in its `Runs` object (a counter of its runs); this property adds up
-        both.
+        All operations on this communicator count. An operation adds its counts to ``sent``, or
+        counts its runs in a `Runs` object; reading this property adds the latter to ``sent``.
         """
         for runs in self.runs:
             runs.take(self.sent)
         return self.sent
 
     def count(self, counters: events.Counters, reader=None, *, numbers=False) -> events.Runs:
-        """Return a new counter of an operation's runs; the property `counters` includes it.
-
-        `counters` says what one run sends.
-        """
+        """Return a new counter of an operation's runs; the property `counters` includes it."""
         runs = events.Runs(counters, reader, numbers)
         self.runs.append(runs)
         return runs

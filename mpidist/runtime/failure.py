@@ -133,7 +133,7 @@ def claim_exit_barrier(comm: MPI.Comm) -> bool:
 
 
 def survive(comm: MPI.Comm) -> None:
-    """At exit, leave the job by a barrier on `comm` and without MPI_Finalize: ranks may die."""
+    """At exit, leave the job by a barrier on `comm`; MPI_Finalize might wait for a dead rank."""
     global _exit_barrier, _survives
     _unclaimed.clear()
     _exit_barrier, _survives = comm, True
@@ -329,7 +329,7 @@ def _others_speak(rank: int, error: BaseException) -> bool:
 
 
 def send_notes(comm: MPI.Comm, tag: int) -> list[MPI.Request]:
-    """Send a note to all other ranks of `comm`, and return the requests. Not collective."""
+    """Send a note (one byte) to all other ranks of `comm`; return the requests. Not collective."""
     # MPI sends a message of one byte at once, even if the receiver never receives it.
     others = (other for other in range(comm.size) if other != comm.rank)
     return [comm.Isend([b"!", MPI.BYTE], other, tag=tag) for other in others]
@@ -426,7 +426,7 @@ def _meet_at_exit() -> None:
 
 
 def leave_with(code: int) -> None:
-    """End this process with exit code `code`, together with the ranks given to `survive`."""
+    """End this process with exit code `code`, after a barrier with the other living ranks."""
     global _exit_code, _ending
     _exit_code, _ending = code, True
     flush_streams()

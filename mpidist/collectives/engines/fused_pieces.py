@@ -70,7 +70,10 @@ def bucket(arena: Arena, k: int, start: int, stop: int, algorithm: str = MEASURE
 
 
 class LaneBucket:
-    """A prepared sum of one bucket, for nodes of several ranks; the sum can run many times."""
+    """A prepared sum of one bucket (a part of an arena), for nodes of several ranks.
+
+    The sum can run many times.
+    """
 
     def __init__(self, context: Context, arena: Arena, k: int, start: int, stop: int, lines: int):
         topology = arena.topology
@@ -129,7 +132,10 @@ class LaneBucket:
 
 
 class LaneRun:
-    """One running sum of a bucket; the module's docstring describes the stages."""
+    """One running sum of a bucket (a part of an arena), which the method `test` continues.
+
+    The docstring of the module describes the three stages of the sum.
+    """
 
     def __init__(self, bucket: LaneBucket):
         self.bucket, self.context = bucket, bucket.context

@@ -64,7 +64,12 @@ def total_of(*programs) -> Counters:
 def lane_program(
     context: Context, topology: Topology, n: int, reduction: Reduction, name: str | None = None
 ) -> tuple[slice, Program | None]:
-    """Return this rank's slice of `n` elements to sum between nodes, and its engine or None."""
+    """Return the part of a vector that this rank sums between nodes, and the engine for the sum.
+
+    The part is a slice of the `n` elements. The slice is empty on a rank that sums nothing between
+    nodes, because the smallest node has fewer ranks. The engine is None on such a rank, and on all
+    ranks if there is only one node.
+    """
     lanes, lane, dtype = lanes_of(topology), topology.local_rank, reduction.work
     if lane >= lanes:
         return slice(0), None

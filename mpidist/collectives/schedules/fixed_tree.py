@@ -222,10 +222,11 @@ def on_slots(
 ) -> list[Step]:
     """Return steps that add all ranks' partial sums in the memory that the ranks of a node share.
 
-    The partial sums of rank r begin at position ``r * stride``. The total replaces the first
-    partial sum of every rank. Each rank owns one block of the elements. Between the two barriers of
-    the node, only the owner of a block reads or writes this block of any rank's partial sums.
-    Before the first barrier and after the second barrier, each rank uses only its own memory.
+    The partial sums of rank r begin at position ``r * stride``, and `piece` is the largest number
+    of elements that are added at a time. The total replaces the first partial sum of every rank.
+    Each rank owns one block of the elements. Between the two barriers of the node, only the owner
+    of a block reads or writes this block of any rank's partial sums. Before the first barrier and
+    after the second barrier, each rank uses only its own memory.
     """
     nodes = [partials(*span, pieces) for span in itertools.pairwise(cuts(pieces, size))]
     counted: Range = (n - votes, n)

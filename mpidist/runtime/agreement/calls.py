@@ -22,7 +22,10 @@ from ...errors import ProtocolError
 
 
 class Call:
-    """The guard that `Context.call` returns; the docstring of this module explains it."""
+    """A context manager for a call of a public function, which `Context.call` returns.
+
+    It admits one thread at a time, and sends an exception of its ``with`` block to the other ranks.
+    """
 
     __slots__ = ("context", "kind", "nested")
 

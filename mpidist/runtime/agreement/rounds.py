@@ -123,7 +123,8 @@ class Polled:
     def hand_out(self, answers: list[bytes], each: bool, room: int = ROOM) -> bytes:
         """Send every rank its answer from rank 0; return the answer for this rank.
 
-        If all ranks get the same answer, rank 0 broadcasts it in a first message of `room` bytes. A
+        If `each` is true, `answers` has one answer for each rank, otherwise one for all ranks. If
+        all ranks get the same answer, rank 0 broadcasts it in a first message of `room` bytes. A
         second message has the bytes of the answer that do not fit into the first message.
         """
         if self.size == 1:
