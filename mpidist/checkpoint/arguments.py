@@ -83,7 +83,7 @@ def yes_or_no(name: str, value) -> bool:
 
 
 def of_store(path, keep, keep_every, writers, direct, sha256, fresh) -> dict:
-    """Check the arguments of a new store, and return them in a dict whose keys are their names."""
+    """Check the arguments of `CheckpointStore`; return them in a dict with their names as keys."""
     if not (isinstance(writers, str) and writers in ("all", "node")):
         writers = checked_number("writers", writers, 1, "'all', 'node' or a number from 1")
     steps = "a number of steps of 1 or more, or None"

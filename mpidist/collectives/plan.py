@@ -143,7 +143,9 @@ class AllreducePlan(CachedPlan):
             raise
 
     def load(self, x, weight=None, *, in_place: bool, pooled: bool = True):
-        """Return `x` as a 1-D vector with the dtype in which sums are computed.
+        """Return ``weight * x`` as a 1-D vector with the dtype in which sums are computed.
+
+        Without `weight`, the vector has the values of `x`.
 
         The result is a view of `x` if `in_place`, and otherwise a copy. The copy is in C order on
         every rank, so `x` itself may be in C order on one rank and in Fortran order on another. If
@@ -174,7 +176,11 @@ class AllreducePlan(CachedPlan):
         return not is_device(x) or (self._device_safe and mpi_direct(x))
 
     def store(self, x, work, total, *, in_place: bool) -> None:
-        """Copy the result `work` to `x`, rounded to the dtype of `x`; a mean is divided first."""
+        """Copy the result `work` to `x`, rounded to the dtype of `x`.
+
+        A mean is first divided by `total`, the sum of the weights or the number of ranks. If
+        `in_place` is true, `work` is a view of `x`, and nothing is copied.
+        """
         if not self.divides:
             finish_mean(self.reduction, work, total)
         if in_place:
@@ -209,7 +215,7 @@ def find(context: Context, x, op, algorithm: str, *, agreed: bool = True) -> All
 
 
 def remember(context: Context, place: tuple, plan: CachedPlan) -> None:
-    """Put a plan into the cache; if the cache is full, drop a plan that has not run lately.
+    """Put a plan into the cache under the key `place`; if it is full, drop a plan not run lately.
 
     The cache chooses the plan to drop by the "clock" algorithm, which is known from page caches.
     The clock algorithm looks at the plans in the order of a queue, until it finds one to drop. A

@@ -48,7 +48,10 @@ class Remembered:
         self.path = folder / f"selection-{self.fingerprint}.json" if folder else None
 
     def read(self, now: float) -> dict[str, dict]:
-        """Return the stored choices that are valid at time `now`; {} if the file is damaged."""
+        """Return the stored choices that are not too old at time `now`; {} if the file is damaged.
+
+        The keys are size classes of vectors, and each value has the chosen algorithm and its times.
+        """
         if self.path is None:
             return {}
         try:
@@ -60,7 +63,11 @@ class Remembered:
             return {}
 
     def keep(self, key: str, entry: dict, now: float) -> None:
-        """Add a choice to the file if it was clearly the fastest, or if `all_choices` is set."""
+        """Add a choice to the file if it was clearly the fastest, or if `all_choices` is set.
+
+        `key` is the size class of the vectors, `entry` has the chosen algorithm and the measured
+        times, and `now` is the time in seconds, as from ``time.time()``.
+        """
         clear = margin(entry["us"]) >= MARGIN and entry["won"] >= WON
         if self.path is None or not (clear or self.all_choices):
             return
@@ -74,7 +81,7 @@ class Remembered:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file in such a way that readers see either all of it or none of it."""
+    """Write `text` to a file in such a way that readers see either all of it or none of it."""
     # Two jobs may write at once, perhaps on two hosts. Each writes a temporary file of its own, and
     # the last one to rename its file wins.
     handle, part = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
@@ -96,7 +103,10 @@ def busy(ranks: int) -> bool:
 
 
 def margin(us: dict[str, float]) -> float:
-    """Return the ratio of the second-best time to the best time; infinity for a single time."""
+    """Return the ratio of the second-best time to the best time; infinity for a single time.
+
+    `us` has the time of each algorithm in microseconds.
+    """
     times = sorted(us.values())
     return times[1] / times[0] if len(times) > 1 and times[0] > 0 else math.inf
 

@@ -24,6 +24,8 @@ _SEND, _REDUCE, _ARROW = "#4878a8", "#e08a3c", "#404040"
 def text(build: Callable, size: int, n: int, itemsize: int = 4) -> str:
     """Return the messages of a schedule, one line per round, in the form ``0 -[0:2]-> 1``.
 
+    ``build(size, rank, n, itemsize)`` returns the steps of one rank in the schedule.
+
     The example ``0 -[0:2]-> 1`` means that rank 0 sends elements 0 and 1 to rank 1.
     """
     plans = programs(lambda p, r, m: build(p, r, m, itemsize), size, n)

@@ -127,7 +127,8 @@ def _hdf5(arrays: Mapping[str, np.ndarray], extras: Mapping, path: Path) -> None
 def put_extras(file: h5py.File, extras: Mapping[str, object], dtypes: Mapping[str, str]) -> None:
     """Add the extras (the values that are not arrays) to an HDF5 file, as a data set.
 
-    The extras are not an attribute, since an attribute is limited to 64 KiB.
+    `dtypes` has the original dtypes of arrays that are stored as integers. The extras are not an
+    attribute, since an attribute is limited to 64 KiB.
     """
     text = extras_text(extras, dtypes).encode()
     file.create_dataset(EXTRAS, data=np.frombuffer(text, "S1"))

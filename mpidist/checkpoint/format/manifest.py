@@ -181,7 +181,8 @@ def encode(
 ) -> bytes:
     """Return the bytes of MANIFEST.json, which depend only on the arguments.
 
-    `tensors` is the result of `encode_tensors`.
+    `tensors` is the result of `encode_tensors`, `tables` are the entries of the shards' tables, and
+    `block` is the number of bytes for which a file has a checksum.
     """
     body = {"format": FORMAT, "version": VERSION, "step": step, "block": block, "writers": writers}
     body["tables"] = [table._asdict() for table in tables]
@@ -214,7 +215,7 @@ def tables_of(data: bytes) -> tuple[Table, ...]:
 
 
 def version_of(body: dict, form: str, name: str) -> int:
-    """Return the format version of a file; raise Unreadable if this software does not know it."""
+    """Return the format version in the JSON `body` of a file; raise Unreadable if it is unknown."""
     if body.get("format") != form:
         raise Damaged(f"{name} was written by another program")
     version = body.get("version")

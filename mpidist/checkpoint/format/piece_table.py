@@ -41,7 +41,7 @@ def blank(count: int, dims: int) -> np.ndarray:
 
 
 def axes(rows: np.ndarray) -> int:
-    """Return the number of axes for which a table has columns."""
+    """Return the number of axes for which the table `rows` has columns."""
     return (rows.shape[1] - START) // 2
 
 
@@ -83,7 +83,7 @@ def region_of_row(row: Sequence[int], ndim: int) -> Region:
 
 
 def sizes(rows: np.ndarray) -> np.ndarray:
-    """Return the number of elements of each piece."""
+    """Return the number of elements of each piece of the table `rows`."""
     return np.multiply.reduce(rows[:, START + axes(rows) :], axis=1)
 
 

@@ -141,7 +141,7 @@ class Reader:
             raise next((e for e in errors if not isinstance(e, Exception)), errors[0])
 
     def check_file(self, number: int) -> None:
-        """Compare a shard file with its checksums and its SHA-256.
+        """Compare shard file `number` of the manifest with its checksums and its SHA-256.
 
         Raise Damaged if the file does not match them.
         """

@@ -35,7 +35,10 @@ PATIENCE_SECONDS = 3600.0
 
 
 def temporary_name(step: int, nonce: int) -> str:
-    """Return the name of the temporary folder of a save, which the commit renames."""
+    """Return the name of the temporary folder of a save, which the commit renames.
+
+    The random number `nonce` distinguishes several saves of one `step`.
+    """
     return f".tmp-step-{step:012d}-{nonce:016x}"
 
 

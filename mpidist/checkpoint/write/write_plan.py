@@ -206,7 +206,9 @@ def shares(
 def assign(
     tensors: Tensors, all_ranks: Sequence[Description], writer_of: Sequence[int]
 ) -> np.ndarray:
-    """Return the table of all pieces of a save.
+    """Return the table of all pieces of a save, in which each element has one writing rank.
+
+    `writer_of` has, for each rank, the rank that writes its data.
 
     The column `FILE` of the table has the rank that holds and sends the piece.
     """

@@ -46,7 +46,11 @@ def peers_of(topology: Topology, lane: int) -> list[int]:
 def lane_steps(
     topology: Topology, lane: int, n: int, itemsize: int, name: str | None = None
 ) -> list[Step]:
-    """Return the steps of an allreduce of `n` elements in a lane, a group of one rank per node."""
+    """Return the steps of an allreduce of `n` elements in a lane, a group of one rank per node.
+
+    `name` is the algorithm; None means a ring for long vectors and a butterfly for short ones.
+    `itemsize` is the number of bytes of an element.
+    """
     name = name or ("ring" if n * itemsize > RING_BYTES else "butterfly")
     peers = [*peers_of(topology, lane), -1]  # peers[-1] is for steps that have no peer
     steps = algorithms.ALLREDUCE[name](topology.nodes, topology.node, n, itemsize)
@@ -68,7 +72,8 @@ def lane_program(
 
     The part is a slice of the `n` elements. The slice is empty on a rank that sums nothing between
     nodes, because the smallest node has fewer ranks. The engine is None on such a rank, and on all
-    ranks if there is only one node.
+    ranks if there is only one node. `name` is the algorithm of the sum; None means a ring or a
+    butterfly.
     """
     lanes, lane, dtype = lanes_of(topology), topology.local_rank, reduction.work
     if lane >= lanes:

@@ -289,7 +289,7 @@ class Blocking(Engine):
         handshake(context)
 
     def run(self, work, key, number: int = 0, divisor=None) -> None:
-        """Reduce the vector `work` by blocking MPI calls. Collective.
+        """Reduce the vector `work` by blocking MPI calls, as `Engine.run` explains. Collective.
 
         An exception on this rank, such as one from a signal handler, is raised only after the
         blocking calls have ended.
@@ -339,7 +339,10 @@ def blocking_allreduce(context: Context, reduction: Reduction, n: int) -> Blocki
 
 
 def run_native(context: Context, signature: Signature, nbytes: int, *calls) -> None:
-    """Check that all ranks run the same operation, then make the MPI calls `calls`. Collective."""
+    """Check that all ranks run the same operation, then make the MPI calls `calls`. Collective.
+
+    `signature` describes the operation, and `nbytes` is the number of bytes that it sends.
+    """
     engine = Blocking(context, lambda _: calls, nbytes)
     context.begin(signature)
     engine.run(None, signature.key)

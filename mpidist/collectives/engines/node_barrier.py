@@ -115,7 +115,11 @@ class NodeBarrier:
                     return
 
     def wait(self, count: int) -> None:
-        """Read the counters a few times; if a rank has not arrived, wait without using much CPU."""
+        """Wait until all ranks have reached barrier number `count`.
+
+        The method first reads the counters of the ranks a few times. If a rank has not arrived
+        then, the method waits without using much CPU.
+        """
         for _ in range(SPINS):
             if self.arrived(count):
                 return
@@ -296,7 +300,10 @@ class SharedProgram(NodeProgram):
             self.compute(k, divisor)
 
     def compute(self, number: int, divisor=None) -> None:
-        """Run the copies, sums and divisions of one round (the steps between two barriers)."""
+        """Run the copies, sums and divisions of round `number`, the steps between two barriers.
+
+        `divisor` is the number by which sums are divided for a mean, or None.
+        """
         for kind, target, source in self.rounds[number]:
             if kind == COPY:
                 target[...] = source

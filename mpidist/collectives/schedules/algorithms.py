@@ -122,7 +122,10 @@ NODE = ("node", SINGLE_COPY, "hierarchical")
 
 
 def check_name(algorithm: str, table: Iterable[str], what: str = "allreduce") -> None:
-    """Raise ConfigError for an unknown algorithm; the message suggests the most similar name."""
+    """Raise ConfigError for an algorithm that is not in `table`; suggest the most similar name.
+
+    `what` is the name of the operation for the error text.
+    """
     names = [MEASURED, NATIVE, *table, *(NODE if table is ALLREDUCE else ())]
     if not isinstance(algorithm, str) or algorithm not in names:
         raise ConfigError(

@@ -40,7 +40,10 @@ def recursive_doubling(size: int, rank: int, n: int) -> list[Step]:
 
 
 def halving_doubling(size: int, rank: int, n: int, *, itemsize: int = 4) -> list[Step]:
-    """Return the steps of a reduce-scatter of halves, quarters and so on, and of an allgather."""
+    """Return the steps of a reduce-scatter of halves, quarters and so on, and of an allgather.
+
+    `itemsize` is the number of bytes of an element.
+    """
     return _folded(size, rank, n, partial(halving, itemsize=itemsize))
 
 

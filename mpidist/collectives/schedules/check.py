@@ -123,13 +123,20 @@ def _execute(rank: int, step: Step, memory: list, wires: dict, sums: Sums) -> bo
 
 
 def programs(build: Callable, size: int, *args, limit: int | None = None, **kwargs):
-    """Return all ranks' steps as the executor runs them: no empty steps, and long messages cut."""
+    """Return all ranks' steps as the executor runs them: no empty steps, and long messages cut.
+
+    ``build(size, rank, *args)`` returns the steps of one rank. Messages are cut into messages of at
+    most `limit` elements, unless `limit` is None.
+    """
     built = [without_empty(build(size, rank, *args, **kwargs)) for rank in range(size)]
     return [split_messages(steps, limit) for steps in built] if limit else built
 
 
 def check_allreduce(build: Callable, size: int, n: int, **kwargs) -> None:
-    """Check that every element is the sum of all ranks, added in the same order on all ranks."""
+    """Check that every element is the sum of all ranks, added in the same order on all ranks.
+
+    ``build(size, rank, n)`` returns the steps of one rank in the algorithm to check.
+    """
     memory, sums = run(programs(build, size, n, **kwargs), [[rank] * n for rank in range(size)])
     _check_sums(sums, size, memory[0][:n], "rank 0")
     for rank, vector in enumerate(memory):

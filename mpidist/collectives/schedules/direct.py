@@ -36,7 +36,10 @@ def allreduce(size: int, rank: int, n: int) -> list[Step]:
 
 
 def reduce_scatter(size: int, rank: int, counts: Sequence[int]) -> list[Step]:
-    """Return steps in which rank r receives block r of every rank and adds these in rank order."""
+    """Return steps in which rank r receives block r of every rank and adds these in rank order.
+
+    `counts` are the lengths of the blocks of all ranks.
+    """
     bounds = bounds_of(counts)
     blocks = list(itertools.pairwise(bounds))
     return _exchange(size, rank, blocks, blocks[rank], bounds[-1])
@@ -65,7 +68,11 @@ def _add_in_rank_order(size: int, rank: int, slots: list[Range], home: Range) ->
 
 
 def allgather(size: int, rank: int, counts: Sequence[int], *, first_round: int = 0) -> list[Step]:
-    """Return steps in which every rank sends its block to every other rank."""
+    """Return steps in which every rank sends its block to every other rank.
+
+    `counts` are the lengths of all blocks. `first_round` is the number of the first round, if these
+    steps continue other steps.
+    """
     blocks = list(itertools.pairwise(bounds_of(counts)))
     others = [(rank + k) % size for k in range(1, size)]
     steps = [send(first_round, q, blocks[rank]) for q in others]

@@ -93,12 +93,15 @@ def _children(x: int, size: int) -> list[int]:
 
 
 def allreduce(size: int, rank: int, n: int, *, segments: int = 1) -> list[Step]:
-    """Return steps that reduce each half of the vector up its tree and send the sum back down."""
+    """Return steps that reduce each half of the vector up its tree and send the sum back down.
+
+    Each half is cut into `segments` parts, which follow each other through the tree.
+    """
     return steps(size, [tree_place(size, rank, tree) for tree in (0, 1)], n, segments)
 
 
 def steps(size: int, places: Sequence[TreePlace], n: int, segments: int) -> list[Step]:
-    """Return the steps of a rank, given its positions in the two trees."""
+    """Return the steps of a rank, given its positions in the two trees (`places`)."""
     result: list[Step] = []
     scratch = n
     for (parent, children, level), half in zip(places, ((0, n // 2), (n // 2, n)), strict=True):

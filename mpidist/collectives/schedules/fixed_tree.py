@@ -138,7 +138,11 @@ def reduce(size: int, rank: int, n: int, *, root: int = 0) -> list[Step]:
 
 
 def allreduce(size: int, rank: int, n: int, *, segments: int = 1, itemsize: int = 4) -> list[Step]:
-    """Return steps that give every rank the sum, in the order of a tree with one piece per rank."""
+    """Return steps that give every rank the sum, in the order of a tree with one piece per rank.
+
+    A piece is a vector to add. Each rank's block is cut into `segments` ranges, so that a range can
+    be added while the next one is being sent.
+    """
     return piecewise(size, rank, n, size, segments=segments, itemsize=itemsize)
 
 

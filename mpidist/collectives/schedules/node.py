@@ -160,7 +160,11 @@ class _Staging:
 
 
 def staged(size: int, rank: int, n: int, piece: int, base: int) -> list[Step]:
-    """Return the steps of an allreduce of private vectors, copied through shared buffers."""
+    """Return the steps of an allreduce of private vectors, copied through shared buffers.
+
+    The vectors are copied and added in pieces of `piece` elements. The shared buffers begin at
+    position `base`, behind the vector.
+    """
     staging = _Staging(size, rank, n, piece, size, base)
     steps: list[Step] = []
     # Two buffers are enough: when a rank writes a buffer again, it has passed a barrier that all
@@ -177,7 +181,10 @@ def staged(size: int, rank: int, n: int, piece: int, base: int) -> list[Step]:
 
 
 def reduce_scatter(size: int, rank: int, n: int, piece: int, lanes: int, base: int) -> list[Step]:
-    """Return the steps of the first half of `staged`: owner r gets part r of the node's sum."""
+    """Return the steps of the first half of `staged`: owner r gets part r of the node's sum.
+
+    Only the first `lanes` ranks own a part.
+    """
     staging = _Staging(size, rank, n, piece, lanes, base)
     steps: list[Step] = []
     for t in range(staging.rounds):
@@ -186,7 +193,10 @@ def reduce_scatter(size: int, rank: int, n: int, piece: int, lanes: int, base: i
 
 
 def allgather(size: int, rank: int, n: int, piece: int, lanes: int, base: int) -> list[Step]:
-    """Return the steps of the second half of `staged`: all ranks copy the sums of all owners."""
+    """Return the steps of the second half of `staged`: all ranks copy the sums of all owners.
+
+    Only the first `lanes` ranks own a part.
+    """
     staging = _Staging(size, rank, n, piece, lanes, base)
     steps: list[Step] = []
     for t in range(staging.rounds):
@@ -195,7 +205,10 @@ def allgather(size: int, rank: int, n: int, piece: int, lanes: int, base: int) -
 
 
 def flat(size: int, rank: int, n: int, base: int) -> list[Step]:
-    """Return the steps of an allreduce of short vectors; all are first copied to shared memory."""
+    """Return the steps of an allreduce of short vectors; all are first copied to shared memory.
+
+    The shared memory begins at position `base`, behind the vector.
+    """
     slots = [(base + r * n, base + (r + 1) * n) for r in range(size)]
     return [
         copy(0, (0, n), slots[rank]),
@@ -207,7 +220,10 @@ def flat(size: int, rank: int, n: int, base: int) -> list[Step]:
 
 
 def in_place_allreduce(size: int, rank: int, n: int, piece: int, stride: int) -> list[Step]:
-    """Return the steps of an allreduce in shared memory; rank r's vector is at ``r * stride``."""
+    """Return the steps of an allreduce in shared memory; rank r's vector is at ``r * stride``.
+
+    The vectors are added in pieces of `piece` elements, which fit into the cache.
+    """
     steps = _in_place(size, rank, n, piece, size, stride, _add_slots, _show)
     return [node_sync(0), *steps, node_sync(0)]
 
@@ -215,14 +231,20 @@ def in_place_allreduce(size: int, rank: int, n: int, piece: int, stride: int) ->
 def in_place_reduce_scatter(
     size: int, rank: int, n: int, piece: int, lanes: int, stride: int
 ) -> list[Step]:
-    """Return the steps of the first half of `in_place_allreduce`: each owner sums its part."""
+    """Return the steps of the first half of `in_place_allreduce`: each owner sums its part.
+
+    Only the first `lanes` ranks own a part.
+    """
     return [node_sync(0), *_in_place(size, rank, n, piece, lanes, stride, _add_slots)]
 
 
 def in_place_allgather(
     size: int, rank: int, n: int, piece: int, lanes: int, stride: int
 ) -> list[Step]:
-    """Return the steps of the second half of `in_place_allreduce`: copy all sums to all ranks."""
+    """Return the steps of the second half of `in_place_allreduce`: copy all sums to all ranks.
+
+    Only the first `lanes` ranks own a part.
+    """
     return [*_in_place(size, rank, n, piece, lanes, stride, _show), node_sync(0)]
 
 

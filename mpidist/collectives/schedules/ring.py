@@ -26,7 +26,10 @@ from .schedule import Step, combine, length, recv, send, split_range
 
 
 def reduce_scatter(size: int, rank: int, counts: Sequence[int], *, segments: int = 1) -> list[Step]:
-    """Return steps that give rank r the sum of block r; `counts` are the lengths of the blocks."""
+    """Return steps that give rank r the sum of block r; `counts` are the lengths of the blocks.
+
+    Each block is sent in `segments` messages, so that one is sent while another is added.
+    """
     blocks = list(itertools.pairwise(bounds_of(counts)))
     scratch = blocks[-1][1]
     right, left = (rank + 1) % size, (rank - 1) % size
@@ -46,7 +49,11 @@ def reduce_scatter(size: int, rank: int, counts: Sequence[int], *, segments: int
 def allgather(
     size: int, rank: int, counts: Sequence[int], *, segments: int = 1, first_round: int = 0
 ) -> list[Step]:
-    """Return steps that give every rank all blocks; at the start, rank r has only block r."""
+    """Return steps that give every rank all blocks; at the start, rank r has only block r.
+
+    `counts` are the lengths of the blocks, each of which is sent in `segments` messages.
+    `first_round` is the number of the first round, if these steps continue other steps.
+    """
     blocks = [split_range(block, segments) for block in itertools.pairwise(bounds_of(counts))]
     right, left = (rank + 1) % size, (rank - 1) % size
     steps: list[Step] = []

@@ -30,11 +30,17 @@ def exiting(code: int) -> int:
 
 
 def end_code(value: int) -> int | None:
-    """Return the exit code with which the job ends, or None if the job continues."""
+    """Return the exit code with which the job ends, or None if the job continues.
+
+    `value` is the bitwise "and" of all ranks' bits.
+    """
     return None if value & GO_ON else value >> _CODE or 1
 
 
 def leave_code(value: int) -> int | None:
-    """Return the code with which spare (waiting) ranks exit, or None if they do not exit."""
+    """Return the code with which spare (waiting) ranks exit, or None if they do not exit.
+
+    `value` is the bitwise "and" of all ranks' bits.
+    """
     leave = value & LEAVE and not value & SPARE
     return (NO_CODE & ~value) >> _CODE if leave else None

@@ -106,7 +106,7 @@ def decode_signature(text: str) -> Signature:
 
 
 def raised(text: str) -> bool:
-    """Return whether an encoded signature stands for a call that has raised an exception."""
+    """Return whether `text`, an encoded signature, stands for a call that raised an exception."""
     return text.startswith(RAISED + "\x1e")
 
 

@@ -203,7 +203,10 @@ def _exact(name: str, value) -> str:
 
 
 def difference(everyone: Sequence[Mapping[str, str]]) -> str | None:
-    """Return a text on the first name whose value differs between ranks; None if all agree."""
+    """Return a text on the first name whose value differs between ranks; None if all agree.
+
+    `everyone` has a dict of each rank, with the names of arguments and the texts of their values.
+    """
     for name in {key: None for one in everyone for key in one}:
         groups: dict[str | None, list[int]] = {}
         for rank, one in enumerate(everyone):

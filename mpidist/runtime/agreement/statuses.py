@@ -179,7 +179,10 @@ class Statuses:
         self.fail(text, mismatch.BROKEN if secondary else mismatch.VERDICT)
 
     def sentence(self, text: str, state: int) -> None:
-        """Mark the communicator as failed and send `text` to all ranks. Does not raise."""
+        """Mark the communicator as failed and send `text` to all ranks. Does not raise.
+
+        `state` says whether `text` is the verdict on a mismatch, or another rank's exception.
+        """
         self.context.give_up(text)
         number = self.context.sequence
         self._tell(Status(self.context.rank, state, number, text, "", ""), self.neighbours)

@@ -149,7 +149,10 @@ def _identity(path: Path) -> str:
 
 
 def first_problem(comm, problem: str, wait: Wait) -> str:
-    """Return, on all ranks, the error text of the first rank that has one, or "". Collective."""
+    """Return, on all ranks, the error text of the first rank that has one, or "". Collective.
+
+    `problem` is the error text of this rank, or "".
+    """
     who = np.array([comm.rank if problem else comm.size], np.int64)
     wait(comm.Iallreduce(MPI.IN_PLACE, who, MPI.MIN).Test)
     if who[0] == comm.size:
