@@ -215,7 +215,9 @@ def find(context: Context, x, op, algorithm: str, *, agreed: bool = True) -> All
 
 
 def remember(context: Context, place: tuple, plan: CachedPlan) -> None:
-    """Put a plan into the cache under the key `place`; if it is full, drop a plan not run lately.
+    """Put a plan into the cache of plans (prepared operations), under the key `place`.
+
+    If the cache is full, drop a plan that has not run lately.
 
     The cache chooses the plan to drop by the "clock" algorithm, which is known from page caches.
     The clock algorithm looks at the plans in the order of a queue, until it finds one to drop. A

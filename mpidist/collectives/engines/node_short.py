@@ -31,7 +31,7 @@ _ALIGNED = 128  # bytes: two ranks share no cache line and no prefetched pair of
 
 
 def can_run(memory: NodeMemory, reduction: Reduction, n: int) -> bool:
-    """Whether a vector of `n` elements is short enough for the two slots of each rank."""
+    """Whether a vector of `n` elements fits into a rank's buffers for short vectors in `memory`."""
     return memory.topology.local_size * _stride(n * reduction.work.itemsize) <= FLAT_BYTES
 
 
