@@ -3,10 +3,11 @@
     rank 0   client.pull() ....... waits for the answer of server 2
     rank 2   md.allreduce(comm) .. waits for rank 0
 
-The calls of a server group have no operation numbers, so numbers do not show that a rank in a pull
-and a rank in an allreduce disagree. However, the rank in the allreduce has sent a status message
-(see `Statuses`), which names the allreduce. The rank in the pull has not begun that allreduce, and
-cannot begin it while it waits for the other rank.
+The collectives of mpidist are numbered, and different numbers show that ranks are in different
+calls. The calls of a server group have no such numbers, so numbers do not show that a rank in a
+pull and a rank in an allreduce disagree. However, the rank in the allreduce has sent a status
+message (see `Statuses`), which names the allreduce. The rank in the pull has not begun that
+allreduce, and cannot begin it while it waits for the other rank.
 
 Workers can also wait for each other in calls of one group, as in pulls of two models in opposite
 order. A server sees that, because a worker that waits sends no further message: see `stalled`.

@@ -3,9 +3,11 @@
     first server    gate.decisions: close round 4 with workers 0, 2 | worker 0 enters round 5
     other servers   gate.follow(decision), in the same order
 
-Under `modes.backup_workers` all servers must use the pushes of the same workers. A decision is one
-message of a few numbers from the first server to each other server. Messages of one rank arrive in
-the order in which they were sent, so decisions arrive in their order, too.
+Under `modes.backup_workers` all servers must use the pushes of the same workers. So the server with
+number 0 decides which pushes these are, in its state machine (`gate`), and the gates of the other
+servers follow. A decision is one message of a few numbers from the first server to each other
+server. Messages of one rank arrive in the order in which they were sent, so decisions arrive in
+their order, too.
 """
 
 from __future__ import annotations

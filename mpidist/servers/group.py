@@ -235,7 +235,7 @@ class ServerGroup(OnlineShares):
                 client.forget()
 
     def hosted(self, name: str) -> tuple[Server, Hosted] | None:
-        """Return this rank's server and its part of a model, also after `close`; else None."""
+        """Return this rank's `Server` and its part of a model; None if the rank is no server."""
         if self._server is None:
             return None
         return self._server, next(each for each in self._server.models if each.name == name)
@@ -324,8 +324,8 @@ class ServerGroup(OnlineShares):
             optimizer's 0-d arrays; ``version``: the number of updates applied; ``clock``: the
             clocks that the slowest worker has finished. The arrays are not copies: writing into
             them changes the server's values. Open tables are copies, as (name, keys, 2-D array),
-            and are in ``counts``, too: for each key the clocks since its newest push, and its
-            counted pushes, or -1 if it has a row.
+            and are in ``counts``, too: for each key the clocks since its newest push, and how often
+            it was pushed, or -1 if it has a row.
         """
         hosted = self._hosted(name)
         return {**hosted.shard.export(), "clock": min(hosted.gate.clocks, default=0)}

@@ -113,7 +113,8 @@ class Link:
         The function that every wait calls: the `poll` of this rank's server. `background` returns
         true when it did something.
     on_note : callable or None
-        On the first server: a function that is called with a worker's rank and a request's note.
+        On the first server: a function that is called with a worker's rank and the two integers
+        (`note0` and `note1` of the header) that the worker has sent with a request.
     moved : bool
         Whether a piece of a message has arrived in a wait. Then the idle time of the wait restarts.
     waits : dict

@@ -77,8 +77,8 @@ class OnlineShares:
         MismatchError
             On all ranks, and the group can go on as before. The arguments differ between workers.
         ProtocolError
-            The workers are at different clocks of a model whose mode holds pushes, or some workers
-            make another call.
+            The workers are at different clocks (steps) of a model with BSP or SSP(0), or some
+            workers make another call.
         """
         self._with_servers("repartition", AskedShares(servers, weights))
 

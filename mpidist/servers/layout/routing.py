@@ -1,9 +1,9 @@
 """List the parts of a model in a message, and the positions of their bytes; uses no MPI.
 
-A part is a whole piece of a tensor, or some rows of a piece. A message lists its parts in a
-selection (an array of int64): ``tensor, -1`` for a whole piece, ``tensor, n, row 1, ... row n`` for
-rows. After the selection come the data of the parts in the same order, each part aligned to 8
-bytes.
+A piece is the range of a tensor that one server holds. A part is a whole piece, or some rows of a
+piece. A message lists its parts in a selection (an array of int64): ``tensor, -1`` for a whole
+piece, ``tensor, n, row 1, ... row n`` for rows. After the selection come the data of the parts in
+the same order, each part aligned to 8 bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""The gate of a model whose consistency mode changes during training. Uses no MPI.
+"""Decide when pushes are applied and pulls answered, if a model's mode changes in training.
 
     clock      0   1   2   3   4   5   6
     mode       SSP(3)......    BSP.......      all workers set BSP in clock 2
     waits          of SSP(3)   of BSP
+
+A gate is the state machine that decides this for one model on one server; it uses no MPI. A clock
+is a step of a worker, and a tick is the message that ends it.
 
 Each clock has one mode for all workers. The mode decides when the pulls of the clock are answered,
 and when its pushes are applied. All workers set a new mode in the same clock c, and it begins with

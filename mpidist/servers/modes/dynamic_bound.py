@@ -17,8 +17,9 @@ median   The worker may go on if the slowest worker is usually about as fast: if
          mean of the slowest worker's last 31 work times is at most twice the worker's own median or
          mean. Then the slowest worker is only in a pause, which will end. The mean is used because
          on busy hosts a step may take either 1 or 20 ms, and the median is then one or the other by
-         chance. A worker with fewer than 16 work times does not count as slow. The rule is applied
-         again whenever a worker finishes a step.
+         chance. A work time is the time from the answer of a pull to the end of the worker's step.
+         A worker with fewer than 16 work times does not count as slow. The rule is applied again
+         whenever a worker finishes a step.
 paper    The rule of Zhao et al.: when the fastest worker is `low` steps ahead, the server predicts
          the times of the next pushes of this worker and of the slowest worker from their two newest
          pushes. The server grants the number of further steps, up to ``high - low``, after which

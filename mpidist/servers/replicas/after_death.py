@@ -3,9 +3,10 @@
     before       server 0: shard 0, copy of 2     server 1: shard 1, copy of 0     server 2 dies
     now          server 0: shard 0, copy of 1     server 1: shard 1, copy of 0
 
-The new shards 0 and 1 are longer than the old shards 0 and 1. The elements that server 1 does not
-have come from the copy of shard 2 on server 0. An old shard is sent by its server if the server
-lives, and otherwise by the server with its copy.
+A shard is the part of the model that one server holds. The new shards 0 and 1 are longer than the
+old shards 0 and 1. The elements that server 1 does not have come from the copy of shard 2 on server
+0. An old shard is sent by its server if the server lives, and otherwise by the server with its
+copy.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
     all ranks    are prepared: each rank stores the shares, and its new shards, for the commit
     all ranks    learn that all ranks are prepared, and commit: they use the new shards
 
-If a rank dies before any rank has committed, the living ranks continue with the old shards. If some
+A shard is a server's part of a model, and to commit means to use the new shards from then on. If a
+rank dies before any rank has committed, the living ranks continue with the old shards. If some
 ranks have committed, all living ranks are prepared, and the others commit in the repair after the
 death. `ElasticServerGroup.moved` counts the commits of a rank, so the ranks see who has committed.
 """

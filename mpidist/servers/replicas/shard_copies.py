@@ -7,13 +7,13 @@
     BSP, SSP(0)   pushes of all workers | forward ->  the next server has it | vote -> ... apply
     ASP, SSP(s)   push | forward, apply ->            apply the same | acknowledge -> answer
 
-A copy gets the updates of its shard in the same order. So the copy has the same bits as the shard,
-also in the optimizer state (if both servers have the same kind of processor). If servers vote
-(`votes`), a server votes when it has all pushes of a clock for its shard and the forwarded gradient
-for its copy. The server updates its shard and its copy when all other servers have voted. So a
-clock is applied to all shards and copies or to none, and an update waits only as long as a message
-takes. In modes in which a push is applied at once, its worker gets the answer when the next server
-has the push, too.
+A shard is a server's part of a model. A copy gets the updates of its shard in the same order. So
+the copy has the same bits as the shard, also in the optimizer state (if both servers have the same
+kind of processor). If servers vote (`votes`), a server votes when it has all pushes of a clock for
+its shard and the forwarded gradient for its copy. The server updates its shard and its copy when
+all other servers have voted. So a clock is applied to all shards and copies or to none, and an
+update waits only as long as a message takes. In modes in which a push is applied at once, its
+worker gets the answer when the next server has the push, too.
 """
 
 from __future__ import annotations

@@ -18,12 +18,12 @@ accepted. The server posts the receives of `WINDOW` pieces of each worker in adv
 memory of piece k again for piece k + `WINDOW`. A deadlock is impossible: the first unanswered piece
 is always being sent, and its answer waits only for the same piece of the other workers.
 
-In the other modes, a server receives the whole push before it reports it to the model's gate. Then
-piece k + `WINDOW` is sent when MPI has sent piece k. A worker sends its pushes to one server after
-another: while it sends to the second server, the first server already answers. Worker number w
-begins with server number w, so that at any time all servers have about the same amount to receive.
-A deadlock is impossible: a push that has begun to arrive waits only for the worker that sends it,
-and this worker sends nothing else before MPI has taken the whole push.
+In the other modes, a server receives the whole push before it does anything with it. Then piece k +
+`WINDOW` is sent when MPI has sent piece k. A worker sends its pushes to one server after another:
+while it sends to the second server, the first server already answers. Worker number w begins with
+server number w, so that at any time all servers have about the same amount to receive. A deadlock
+is impossible: a push that has begun to arrive waits only for the worker that sends it, and this
+worker sends nothing else before MPI has taken the whole push.
 
 This module uses no MPI.
 """
