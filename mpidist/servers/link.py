@@ -242,7 +242,10 @@ class Link:
         return Incoming(self, source, self.tag + tag, nbytes)
 
     def wait_for(self, messages: Sequence[Incoming], peers: str | None = None) -> None:
-        """Wait until all `messages` have arrived; add the seconds waited to ``waits[peers]``."""
+        """Wait until all `messages` have arrived.
+
+        If `peers` ("server", "worker" or "all") is given, add the seconds to ``waits[peers]``.
+        """
         self.wait(
             lambda: all([message.test() for message in messages]),
             lambda: [message.source for message in messages if not message.test()],

@@ -140,7 +140,7 @@ class ServerShard:
         self.use(optimizer)
 
     def fresh_state(self, optimizer) -> dict:
-        """Return the state of an optimizer that has made no update yet."""
+        """Return the state of `optimizer` before its first update."""
         return optimizer.init(self.parameters)
 
     def _place(self, layout: ServerLayout) -> None:
@@ -158,7 +158,7 @@ class ServerShard:
         self.use(self.optimizer)
 
     def use_memory(self, memory: Mapping[int, np.ndarray]) -> None:
-        """Move the parameters of some tensors, by number, into the arrays in `memory` for good."""
+        """Move the parameters of some tensors, by number, into the arrays in `memory`."""
         for tensor, array in memory.items():
             array[...] = self.parameters[self._keys[tensor]]
             self.parameters[self._keys[tensor]] = array
@@ -261,7 +261,7 @@ class ServerShard:
         return pushes, weight
 
     def update(self, gradients: Mapping[str, Any], weight: float) -> None:
-        """Let the optimizer make one update of the parameters that have gradients."""
+        """Let the optimizer update the parameters that have gradients, and count the update."""
         if isinstance(gradients, BoundGradients) and gradients.apply(self, weight):
             self.version += 1
             return

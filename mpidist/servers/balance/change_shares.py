@@ -358,7 +358,7 @@ def _check_memory(
 
 
 def divided(old: ServerLayout, shares: list[float]) -> ServerLayout:
-    """Return the layout of the same tensors for other shares."""
+    """Return how the tensors of the layout `old` are divided between servers with other shares."""
     specs = {tensor.name: (tensor.shape, tensor.dtype) for tensor in old.tensors}
     policies = {
         tensor.name: RowPolicy(

@@ -53,5 +53,5 @@ class ServerLoad:
             self.rows += sum(len(rows) for _, rows in (*pushed, *pulled) if rows is not None)
 
     def facts(self) -> dict[str, float]:
-        """Return a dict of all numbers by name."""
+        """Return all counts in a dict: name of the attribute -> its value."""
         return asdict(self)

@@ -50,7 +50,7 @@ class ShardPart(NamedTuple):
 
 
 def whole_parts(layout: ServerLayout, server: int) -> list[ShardPart]:
-    """Return one part for each whole piece that `server` holds."""
+    """Return one `ShardPart` for all that `server` holds of each tensor."""
     return [ShardPart(piece) for piece in layout.pieces[server]]
 
 
@@ -195,7 +195,10 @@ class WholeShard:
         self._kept: dict[tuple[int, int], tuple[np.ndarray, WholeParts]] = {}
 
     def views(self, buffer: np.ndarray, offset: int) -> list[tuple[ShardPart, np.ndarray]]:
-        """Return the pairs that the function `views` would yield for all parts."""
+        """Return pairs (part, 1-D view of its data) for all that the server holds of the model.
+
+        The data begin at byte `offset` of the message `buffer`.
+        """
         if offset + self.nbytes > buffer.size:
             raise ProtocolError("parameter server: message ends before its last tensor")
         return [

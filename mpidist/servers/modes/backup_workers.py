@@ -134,11 +134,14 @@ class BackupGate(ConsistencyGate):
         self._finished: set[int] = set()  # workers that have finished the present round
 
     def is_open(self, worker: int) -> bool:
-        """Whether a pull of `worker` is answered now: it is late, or in the present round."""
+        """Whether a pull of `worker` is answered now: it is late, or works on the present step."""
         return self.clocks[worker] <= self.round
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return the workers that have not finished the round, and how many of them must finish."""
+        """Return (workers that have not finished the present step, how many of them must do so).
+
+        The pull of `worker` waits for them.
+        """
         working = self._working()
         return working, min(self._needed - len(self._finished), len(working))
 
@@ -154,14 +157,17 @@ class BackupGate(ConsistencyGate):
         return self._moved()
 
     def tick(self, worker: int) -> list[Action]:
-        """Record that `worker` has finished its present step."""
+        """Record that `worker` has finished its present step; return the actions that it allows."""
         if self._present(worker, "clock") == self.round:
             self._finished.add(worker)
         self.clocks[worker] += 1
         return self._moved()
 
     def pull(self, worker: int, item: Any = None) -> list[Action]:
-        """Record that `worker` asks for the parameters in its present step."""
+        """Record that `worker` asks for the parameters of its present step.
+
+        `item` is the pull. Returns the actions (updates and answers) that it allows.
+        """
         self._present(worker, "pull")
         if self.entered[worker] == self.clocks[worker]:
             return [self._enter(worker, item)]  # a second pull in the same step
@@ -169,7 +175,10 @@ class BackupGate(ConsistencyGate):
         return self._moved()
 
     def leave(self, worker: int) -> list[Action]:
-        """Record that `worker` has finished or died; its push of this round still counts."""
+        """Record that `worker` has finished training or died; return the actions that this allows.
+
+        The worker's push of the present step still counts.
+        """
         self._present(worker, "leave")
         self.live[worker] = False
         if worker in self.held.get(self.round, ()):

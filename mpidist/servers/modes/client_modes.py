@@ -62,7 +62,7 @@ class ClientModes:
 
     @property
     def newest(self) -> Consistency:
-        """The mode that was set last. It may be that it begins only with the next clock (step)."""
+        """The mode that was set last. It applies from the next clock (step) on, if it is new."""
         return self._modes[-1]
 
     def at(self, clock: int) -> Consistency:
@@ -119,7 +119,10 @@ class ClientModes:
         self._modes.append(mode)
 
     def checked_optimizer(self, optimizer: Any, clock: int, layout: ServerLayout) -> bytes:
-        """Check an optimizer that is set in `clock`, and return the message for the servers."""
+        """Check an optimizer that is set in the step `clock`.
+
+        Returns the message that sends it to the servers, which have the model's `layout`.
+        """
         name = self._asked.name
         refuse_in_elastic_runs(name, self._votes, "optimizer")
         if isinstance(table := self._asked.optimizer, TableUpdate):

@@ -66,7 +66,7 @@ class DeviceShard(ServerShard):
         super().__init__(layout, server, optimizer, inits, seed)
 
     def fresh_state(self, optimizer) -> dict:
-        """Return the state of an optimizer that has made no update yet, on the device."""
+        """Return the state of `optimizer` before its first update, in GPU memory."""
         self._send_all()
         return optimizer.init(self._on_device)
 

@@ -176,7 +176,7 @@ class DynamicGate(ConsistencyGate):
             self._began[worker] = self._now()
 
     def last(self) -> list[int]:
-        """Return the live workers with the smallest clock."""
+        """Return the workers with the smallest clock, of those that have not left."""
         slowest = self.slowest()
         live = itertools.compress(range(len(self.clocks)), self.live)
         return [worker for worker in live if self.clocks[worker] == slowest]

@@ -66,7 +66,10 @@ def factor(total: float, clip_norm: float) -> float:
 
 
 def clipped_push(pushes: dict[str, tuple], clip_norm: float | None) -> dict[str, tuple]:
-    """Clip a push (name -> (rows, flat gradient)) to the norm `clip_norm`, if one is given."""
+    """Return a push (name -> (rows, flat gradient)) with a norm of at most `clip_norm`.
+
+    Without a `clip_norm`, the push is returned as it is.
+    """
     if clip_norm is None:
         return pushes
     scale = factor(squares(flat for _, flat in pushes.values()), clip_norm)

@@ -98,7 +98,7 @@ class Arrivals(dict):
 
     @property
     def nbytes(self) -> int:
-        """The sum of the bytes of the buffers of all these messages."""
+        """The sum of the bytes of the buffers of all arriving messages."""
         return sum(message.buffer.size for message in self.values())
 
     def has_room(self, nbytes: int) -> bool:

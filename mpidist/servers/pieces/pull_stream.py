@@ -122,7 +122,7 @@ class PullStreams:
 
     @property
     def left(self) -> int:
-        """The bytes of all these answers that are not sent yet."""
+        """The bytes of all answers under way that are not sent yet."""
         return sum(pull.left for pull in self._open)
 
     def begin(self, link: Link, rank: int, first: int = 0) -> None:

@@ -62,7 +62,10 @@ class Held:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """Return what the other ranks need to know about this server."""
+        """Return which parts of the model this server holds, and which pushes it has applied.
+
+        The other ranks get the result, which has plain values, after a death.
+        """
         return {
             "index": self.index,
             "copy": None if self.copy is None else self.copy.server,

@@ -207,7 +207,7 @@ class CachedRows:
         self._update, self._next = None, (clock, own_update(optimizer))
 
     def clear(self) -> None:
-        """Drop all rows, because the servers' values may change in other ways than by pushes."""
+        """Drop all cached rows, for example because a checkpoint changes the servers' rows."""
         self._tables = {
             tensor.name: CachedTable(tensor, self._policy.rows)
             for tensor in self._layout.tensors

@@ -161,7 +161,7 @@ class BoundPushPull:
         self._number, self._nbytes = len(sent), sum(sent)
 
     def fits(self, gradients: Any, out: Any) -> bool:
-        """Whether these are the remembered arrays, with the same shapes and dtypes."""
+        """Whether `gradients` and `out` are the remembered arrays, in shape and dtype, too."""
         try:
             if not len(gradients) == len(out) == len(self._arrays):
                 return False

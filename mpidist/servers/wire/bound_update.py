@@ -80,7 +80,10 @@ def kept_with(parts: Any, gradients: dict[str, Any]) -> dict[str, Any]:
 
 
 def same_again(before: BoundGradients, gradients: dict[str, Any]) -> BoundGradients:
-    """Return `before` if it has the arrays of `gradients`; otherwise a new `BoundGradients`."""
+    """Return `before` if it has the arrays of `gradients`; otherwise a new `BoundGradients`.
+
+    So an update that `before` remembers for its arrays can be made again.
+    """
     same = before.keys() == gradients.keys()
     if same and all(map(is_, before.values(), gradients.values())):
         return before

@@ -150,7 +150,7 @@ class NodeShare:
         self._pairs: dict[tuple[int, int], NodePair] = {}
 
     def has(self, worker: int, server: int) -> bool:
-        """Whether these ranks share memory."""
+        """Whether the ranks `worker` and `server` share memory."""
         return worker in self._node.workers and server in self._node.servers
 
     def transport(self, rank: int, whole_pushes: str, stale: str) -> str:

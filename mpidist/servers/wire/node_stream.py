@@ -205,7 +205,7 @@ class NodeClientStream:
 
     @property
     def handed(self) -> bool:
-        """Whether the worker may ask the next server."""
+        """Whether MPI has all pieces that go in messages, so the next server may be asked."""
         return self._rest is None or self._rest.handed
 
     def is_here(self, incoming: Incoming) -> bool:
