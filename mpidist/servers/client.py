@@ -113,7 +113,7 @@ class Client:
         return results
 
     def push(self, gradients: Mapping, *, samples: int | None = None) -> None:
-        """Send the mean gradient over `samples` samples to the servers. Once per clock.
+        """Send the mean gradient over `samples` samples to the servers, at most once per step.
 
         When the call returns, the caller may overwrite the gradients, even if the servers have not
         received them yet. A large gradient is sent in pieces, and only copies of a few pieces are
@@ -199,7 +199,7 @@ class Client:
     def begin_at(self, clock: int) -> None:
         """Let this worker begin with the step number `clock` instead of 0.
 
-        Called before all other methods, to go on after a death.
+        Called before all other methods, if training goes on after a rank has died.
         """
         self.requests.clock = clock
 

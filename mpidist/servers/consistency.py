@@ -56,14 +56,15 @@ class Consistency:
     bound : int or None
         How many steps the fastest worker may be ahead of the slowest worker; None means no bound.
     holds : bool
-        Whether the server holds each push until every live worker has finished the push's clock.
+        Whether the server holds each push until every live worker has finished the step of the
+        push.
     merges : bool
-        Whether all pushes of one clock make one update.
+        Whether the pushes of all workers in one step make one update.
     streams : bool
         Whether a server may update and answer a push piece by piece, because no worker gets an
         answer before all workers have sent their pushes.
     asks_all : bool
-        Whether a worker begins a clock only when every server has let it enter, as in modes in
+        Whether a worker begins a step only when every server has answered its pull, as in modes in
         which the first server decides for all. Otherwise a worker asks only the servers that hold
         the parameters that it pulls.
     survives : bool
@@ -182,9 +183,9 @@ class ConsistencyGate:
     Raises
     ------
     ProtocolError
-        An event that is not allowed: a second push of a worker in one step, a push before the
-        worker has entered the step, a second pull while a pull waits, or any event after the worker
-        has left.
+        An event that is not allowed: a second push of a worker in one step, a push in a step in
+        which a pull of the worker would still have to wait, a second pull while a pull waits, or
+        any event after the worker has left.
     """
 
     def __init__(self, consistency: Consistency, workers: int):
@@ -375,7 +376,7 @@ class Simulation(NamedTuple):
     waited : tuple of float
         The seconds that each worker waited.
     gap : float
-        How many steps a worker was ahead of the slowest worker when it began a step, in the mean.
+        How many steps a worker was ahead of the slowest worker when it began a step, on average.
     """
 
     seconds: float

@@ -222,7 +222,7 @@ class ServerGroup(OnlineShares):
     def remove(self, name: str) -> None:
         """Remove a model, and free its arrays on the servers. Collective over the group's `comm`.
 
-        Call it when `add` may be called. Afterwards the client's calls raise an error.
+        As `add`, before the first use of a client or in a `pause`. Later calls of its client fail.
         """
         self._open()
         with self._changes.changing(f"remove {shown(name)}", self._clients):
@@ -331,10 +331,9 @@ class ServerGroup(OnlineShares):
         return {**hosted.shard.export(), "clock": min(hosted.gate.clocks, default=0)}
 
     def load_shards(self, name: str, saved: Mapping) -> None:
-        """Set parameters, optimizer state and version from a dict in the form that `shards`
-        returns.
+        """Set parameters, optimizer state and number of updates from saved results of `shards`.
 
-        The arrays in the dict may come from any number of servers, as long as they cover all
+        The arrays in `saved` may come from any number of servers, as long as they cover all
         elements that this server holds. The workers' clocks do not change, and the ages of pushes
         start at 0. Call `load_shards` on server ranks, before serving or in a pause.
         """

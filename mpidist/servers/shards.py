@@ -220,17 +220,18 @@ class ServerShard:
     def merge(
         self, pushes: Sequence[tuple[float, Parts]], weight: float = 1.0
     ) -> tuple[dict[str, Any], float] | None:
-        """Return the weighted mean of gradients and its weight, or None if all weights are 0.
+        """Return the weighted mean of gradients, and the weight of the update, or None.
 
-        A gradient is an array, or a tuple (rows, values). A tensor that is updated by rows is left
-        out if no push names it. The arrays use memory of the pushes or of this object, and are
-        valid until the next call of `merge`.
+        None means that all weights are 0. A gradient is an array, or a tuple (rows, values). A
+        tensor that is updated by rows is left out if no push names it. The arrays use memory of the
+        pushes or of this object, and are valid until the next call of `merge`.
 
         Parameters
         ----------
         pushes : sequence of (share, [(part, gradient), ...])
-            The gradients are multiplied by their share in place, and added in this order. A tensor
-            that a push does not list has gradient zero in this push.
+            The share is the push's weight in the mean. The gradients are multiplied by it in place,
+            and added in this order. A tensor that a push does not list has gradient zero in this
+            push.
         weight : float
             The weight of the update: a factor of the learning rate if the optimizer takes a weight,
             otherwise a factor of the gradients.

@@ -48,13 +48,13 @@ class OnlineShares:
     ) -> None:
         """Give the servers other shares of all models. Collective over the workers.
 
-        As with `pause`, all workers call `repartition` between the same two clocks. Dedicated
-        servers take part inside `serve`, and need no `on_pause`. Parameters, optimizer state and
-        counts of updates move to their new servers, and every client uses the new layout from then
-        on. The values do not change. Only elements that change owner are sent, from the old server
-        to the new server. A server needs memory for one more array (a tensor, or one kind of its
-        optimizer state), and for a second copy of its parameters if they move into new shared
-        memory.
+        A share is the fraction of each model that a server holds. As with `pause`, all workers call
+        `repartition` between the same two steps. Dedicated servers take part inside `serve`, and
+        need no `on_pause`. Parameters, optimizer state and counts of updates move to their new
+        servers, and every client uses the new layout from then on. The values do not change. Only
+        elements that change owner are sent, from the old server to the new server. A server needs
+        memory for one more array (a tensor, or one kind of its optimizer state), and for a second
+        copy of its parameters if they move into new shared memory.
 
         Parameters
         ----------
@@ -71,8 +71,8 @@ class OnlineShares:
         ConfigError
             On all ranks, and the group can go on as before. A share is not a finite number of at
             least 0, a server does not exist, or there is too little memory. Or a model has an open
-            table, or an optimizer whose state contains other arrays than one of the same shape for
-            each parameter, and scalars. Or, in an elastic run of `md.train`, the call names other
+            table. Or the state of an optimizer has an array that is neither a scalar nor of the
+            shape of its parameter. Or, in an elastic run of `md.train`, the call names other
             servers or a share of 0.
         MismatchError
             On all ranks, and the group can go on as before. The arguments differ between workers.

@@ -27,9 +27,9 @@ _BUSY = 0.02
 
 
 class BusySince(NamedTuple):
-    """How many seconds a server was busy, and how many pushes it got, up to a time or since one.
+    """How many seconds a server was busy, and how many pushes it got, during some time.
 
-    `seconds` is the time of the measurement, or the time between two measurements.
+    The time is `seconds` long. It begins with the server, or with an earlier measurement.
     """
 
     busy: float = 0.0

@@ -128,7 +128,7 @@ def place_tensors(
     servers: int | Sequence[float],
     policies: Mapping[str, RowPolicy] | None = None,
 ) -> ServerLayout:
-    """Return a placement that gives each server nearly its share of the bytes.
+    """Return a `ServerLayout` that gives each server nearly its share of the bytes.
 
     The result depends on names, shapes, dtypes and `servers`, not on the order of `specs`.
 

@@ -4,9 +4,10 @@
     worker 1   ... clock 6 | change to BSP | push, tick of clock 6 | ...
     server     gets the change of each worker before the tick of this worker
 
-Each worker sends the change to each server, in a message of its own, before it finishes the clock.
-If a worker finishes the clock without the change, or requests another change, the server raises an
-error on all ranks. Workers that have left before this clock need not request the change.
+A clock is a step of a worker, and a tick is the message that ends it. Each worker sends the change
+to each server, in a message of its own, before it finishes the clock. If a worker finishes the
+clock without the change, or requests another change, the server raises an error on all ranks.
+Workers that have left before this clock need not request the change.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class ClientModes:
         return None if self.at(clock).merges else self._asked.clip_norm
 
     def checked(self, mode: Any, clock: int) -> bytes:
-        """Check a mode that is set in `clock`, and return the message for the servers.
+        """Check a mode that the user sets in the step `clock`; return the message for servers.
 
         The message is empty if `mode` is the present mode.
         """

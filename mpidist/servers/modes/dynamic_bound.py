@@ -110,7 +110,7 @@ class Rule(Protocol):
     def may_pass(self, gate: DynamicGate, worker: int) -> bool:
         """Return whether the waiting pull of `worker` may be answered.
 
-        The gate calls this method when the pull arrives, and after each later event.
+        `gate` calls this method when the pull arrives, and after each later event.
         """
 
 

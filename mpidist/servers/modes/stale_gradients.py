@@ -10,7 +10,7 @@ KeepStale           none
 DropStale           left out if a is above `beyond`, except pushes of many samples
 ScaleStale          its weight is multiplied by 2 ** (-a / half_life)
 DelayCompensated    its gradient becomes g + lam * g * g * (w - w at the worker's pull)
-MomentumCorrected   its part of the velocity is multiplied by beta ** a
+MomentumCorrected   what it adds to the velocity of momentum is multiplied by beta ** a
 =================== ==========================================================================
 
 The learning rate is multiplied by the weight. A push also has a weight for its number of samples;
@@ -201,10 +201,10 @@ class DelayCompensated(Stale):
 class MomentumCorrected(Stale):
     """Reduce the part of an old gradient in the velocity of momentum, as if it had come in time.
 
-    ``optim.momentum`` repeats a gradient in all later updates, each time with a factor of ``beta``
-    less. If an old gradient is repeated, it moves the parameters in a direction that is no longer
-    right. With this policy a gradient of age a moves the parameters once, and is added to the
-    velocity with a factor of ``beta ** a``, as if it had come a updates earlier.
+    ``optim.momentum`` repeats a gradient in all later updates, each time multiplied by ``beta``
+    once more. If an old gradient is repeated, it moves the parameters in a direction that is no
+    longer right. With this policy a gradient of age a moves the parameters once, and is added to
+    the velocity with a factor of ``beta ** a``, as if it had come a updates earlier.
 
     The policy is similar to the momentum factor masking of Lin et al., "Deep gradient compression",
     ICLR 2018, arXiv 1712.01887, which takes late gradients out of the velocity. Mitliagkas et al.,

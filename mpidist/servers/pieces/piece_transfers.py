@@ -7,7 +7,8 @@
                                             the send, or from a buffer of the pool, which goes back
                                             to the pool after the send
 
-After an exception the link keeps these objects, because MPI may still use their memory.
+After an exception, the `Link` of the rank keeps the objects of this module, because MPI may still
+use their memory.
 """
 
 from __future__ import annotations

@@ -47,9 +47,9 @@ class ElasticServerGroup(ServerGroup):
         start_votes(self._server, self.server_ranks, copies)
 
     def fill_copies(self, name: str) -> None:
-        """Make each server's copy of the previous server's part of the model `name` equal to it.
+        """Fill each server's copy of the previous server's part of the model `name`.
 
-        All servers must call `fill_copies` before they serve.
+        The copy is then equal to this part. All servers must call `fill_copies` before they serve.
         """
         server = self._server
         if server is not None and server.copies is not None:

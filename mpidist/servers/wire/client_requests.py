@@ -1,12 +1,13 @@
 """The requests of one worker to the servers of one model, and the answers it waits for.
 
 A pull asks only the servers that hold the wanted tensors or rows: these must answer, and the worker
-waits for them. The other servers get only the worker's push, which may be empty, and its tick. A
-worker asks more servers in four cases:
+waits for them. The other servers get only the worker's push, which may be empty, and its tick, the
+message that ends the step. A step is also called a clock. A worker asks more servers in four cases:
 
 - If a worker has not pulled in a clock after the first, its push or its tick first sends an empty
   pull to every server.
-- The first pull of a clock asks each server at least once in `SILENT` clocks. So no server keeps
+- The first pull of a clock also asks the servers that were not asked in the last `SILENT` clocks.
+So no server keeps
   the messages of more than `SILENT` clocks of a worker.
 - If a worker has waited for `LATE` seconds, it asks all servers, so that each server knows which
   workers wait.
