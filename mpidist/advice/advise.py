@@ -40,7 +40,7 @@ RULES, VARIABLES = "allreduce.rules", "mpi.env"
 
 
 class Site:
-    """The command that starts the ranks, and the options and vector sizes of the measurement."""
+    """How and what to measure: the command that starts the ranks, options, and vector sizes."""
 
     def __init__(self, launcher: Sequence[str], options: Sequence[str], sizes: Sequence[int]):
         self.launcher, self.options, self.sizes = [*launcher], [*options], [*sizes]
@@ -89,7 +89,7 @@ class Site:
 
 
 def site(ranks: int | None, launcher: str | None, options: Sequence[str], sizes) -> Site:
-    """Return the `Site` (launch command, options, sizes) that the command-line options describe."""
+    """Return the `Site` (what to measure, and how) that the command-line options describe."""
     if launcher:
         if ranks is not None:
             raise ConfigError(f"--ranks {ranks} and --launcher: give the ranks in --launcher")
@@ -101,9 +101,10 @@ def site(ranks: int | None, launcher: str | None, options: Sequence[str], sizes)
 
 
 def advise(there: Site, library: str, out: Path, say: Callable[[str], None]) -> list[dict]:
-    """Write settings that make MPI's allreduce faster to the folder `out`; return a row per size.
+    """Find the settings with which MPI's allreduce is fastest, and write them to the folder `out`.
 
     All algorithms of MPI are measured, and the settings in `out` are measured a second time.
+    Returns a row (a dict) for each vector size.
 
     A row has the keys bytes, algorithm (the advised algorithm), default_us, advised_us, ratio
     (default_us divided by advised_us, as a median over the second measurements), and tried (a dict:
@@ -227,7 +228,10 @@ def _write(out: Path, where: str, job: tuple[int, int] | None, chosen) -> dict[s
 
 
 def advice_lines(rows: Sequence[dict], out: Path, library: str):
-    """Yield the lines of a report: the table `rows`, the mean gain, and how to use the settings."""
+    """Yield the lines that the command prints: a table, the mean gain, and how to use the settings.
+
+    `rows` is the result of `advise`.
+    """
     names = ("Size", "default(us)", "advised(us)", "ratio")
     yield "# " + "".join(f"{name:>14}" for name in names)[2:] + "  advised"
     for row in rows:

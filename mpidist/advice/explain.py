@@ -20,7 +20,11 @@ from ..errors import ConfigError
 
 
 def saved_table(path: str | os.PathLike) -> dict[str, dict]:
-    """Return the choices of ``auto`` that are in the newest good checkpoint in `path`."""
+    """Return which allreduce algorithms ``auto`` had chosen, from the newest good checkpoint.
+
+    `path` is the folder of the checkpoints. The result is a dict: size class of vectors -> a dict
+    that describes the choice.
+    """
     path = checked_path("path", path)
     _, manifest = load.newest_good(path, None, None, partial(steps.read_manifest, path))
     return tree(iter(manifest.extras)).get("run", {}).get("selection", {})
@@ -29,9 +33,10 @@ def saved_table(path: str | os.PathLike) -> dict[str, dict]:
 def explain(
     comm, sizes: Sequence[int], dtype="f4", saved: dict[str, dict] | None = None
 ) -> tuple[list[dict], float]:
-    """Let ``auto`` choose an algorithm for vectors of each of `sizes` bytes.
+    """Let ``algorithm="auto"`` choose an allreduce algorithm for vectors of each of `sizes` bytes.
 
-    Collective over `comm`. The choices in `saved` are restored first, as in a resumed run.
+    Collective over `comm`. `saved` is a result of `saved_table`; its choices are restored first, as
+    in a resumed run.
 
     Returns
     -------
@@ -70,7 +75,10 @@ def _row(key: str, entry: dict) -> dict:
 
 
 def explanation_lines(rows: Sequence[dict]) -> Iterable[str]:
-    """Yield the lines of a table of `rows`, with the columns that `explain` describes."""
+    """Yield the lines of a table of `rows`, the first result of `explain`.
+
+    The docstring of `explain` describes the columns.
+    """
     names = list(dict.fromkeys(name for row in rows for name in row["us"]))
     head = ("margin", "rounds won", "from", *(f"{name}(us)" for name in names))
     yield f"# {'Size':<10}" + "".join(f"{name:>14}" for name in ("chosen", *head))

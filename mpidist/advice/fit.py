@@ -88,7 +88,7 @@ def line(sizes, seconds) -> tuple[float, float]:
 
 
 def link(sizes: Sequence[int], seconds: Sequence[float], base: float) -> tuple[float, float, float]:
-    """Return (gap, burst, peak) of a link from the times of single messages.
+    """Return (gap, burst, peak) of a network link, from the `seconds` of messages of `sizes` bytes.
 
     A token bucket lets the first `burst` bytes of a message pass faster than the others. A link
     with a token bucket carries a message of b bytes in ``base + max(b peak, (b - burst) gap)``

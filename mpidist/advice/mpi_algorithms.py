@@ -69,7 +69,7 @@ DEFAULT = Setting("default", {})
 
 
 def base(nodes: int) -> Setting:
-    """Return the setting that is in effect where a rules file leaves the choice to Open MPI.
+    """Return the setting for vector sizes for which a rules file leaves the choice to Open MPI.
 
     On one node, the result is Open MPI's default. On several nodes, Open MPI's component coll_tuned
     makes the choice, because Open MPI uses rules only if its other component, coll_han, is switched
@@ -128,7 +128,10 @@ Passes = Mapping[str, Sequence[Mapping[int, float]]]
 
 
 def ratios(passes: Passes, name: str, nbytes: int, over: Setting = DEFAULT) -> list[float]:
-    """Return, for each measuring pass, the time of `over` divided by the time of `name`."""
+    """Return by how much the setting called `name` was faster than `over`, in each measuring pass.
+
+    A value is the time of `over` divided by the time of `name`, for a vector of `nbytes` bytes.
+    """
     pairs = zip(passes[over.name], passes.get(name, ()), strict=False)
     return [before[nbytes] / own[nbytes] for before, own in pairs if nbytes in own]
 
@@ -136,7 +139,9 @@ def ratios(passes: Passes, name: str, nbytes: int, over: Setting = DEFAULT) -> l
 def best_for(
     passes: Passes, settings: Sequence[Setting], nbytes: int, over: Setting = DEFAULT
 ) -> Setting:
-    """Return the best setting for `nbytes` bytes.
+    """Return the setting with which MPI's allreduce of `nbytes` bytes was fastest.
+
+    `passes` has the measured times.
 
     The result is `over` (by default MPI's own choice), unless another setting was faster than
     `over` by the factor `GAIN` in every measuring pass.
@@ -150,7 +155,7 @@ def best_for(
 
 
 def best_for_all(passes: Passes, settings: Sequence[Setting], sizes: Sequence[int]) -> Setting:
-    """Return the setting with the largest mean gain over all `sizes`.
+    """Return the one setting with which MPI's allreduce gains most, as a mean over all `sizes`.
 
     A setting is excluded if the median of its `ratios` (MPI's default time divided by the setting's
     time) at any size is below `LOSS`. If no setting has a mean gain of `GAIN` or more in every

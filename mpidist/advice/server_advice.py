@@ -63,7 +63,11 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to train: its step time, its messages, and the memory of the rank that needs most."""
+    """One way to train (allreduce, or a number of servers), with the predicted time and memory.
+
+    `compute` and `messages` are the two parts of the time of a step. `memory` is that of the rank
+    that needs most.
+    """
 
     name: str
     workers: int
@@ -85,7 +89,11 @@ class Choice:
 
 
 def choices(facts: StepFacts) -> list[Choice]:
-    """Return every way to train: one rank, allreduce, 1 to p - 1 servers, p colocated servers."""
+    """Return all ways to train on p ranks, with their predicted times and memory.
+
+    These are one rank alone, allreduce, 1 to p - 1 servers, and p colocated servers (each rank is
+    both a worker and a server).
+    """
     model, state, p, net = facts.parameters, facts.state, facts.ranks, facts.network
     if not net.overhead:  # not measured: without it, thousands of small messages would cost nothing
         net = net._replace(overhead=net.latency / 2)
@@ -116,7 +124,11 @@ def choices(facts: StepFacts) -> list[Choice]:
 
 
 def advised_choice(facts: StepFacts, found: Sequence[Choice]) -> tuple[Choice | None, str]:
-    """Return the advised choice (None if neither is advised), and a sentence with the reason."""
+    """Return (advised way to train, a sentence with the reason).
+
+    `found` is the result of `choices`. The first value is None if neither allreduce nor servers are
+    advised.
+    """
     room = facts.memory
     fits = [each for each in found if room is None or each.memory <= room]
     if not fits:
@@ -155,7 +167,11 @@ def advised_choice(facts: StepFacts, found: Sequence[Choice]) -> tuple[Choice | 
 def server_advice_lines(
     facts: StepFacts, found: Sequence[Choice], bound: float, shown: int = 8
 ) -> Iterator[str]:
-    """Yield the lines of a table of choices (only the best numbers of servers), and the advice."""
+    """Yield the lines that the command prints: a table of the ways to train, and the advice.
+
+    `found` is the result of `choices`; of the numbers of servers, only the best `shown` are in the
+    table.
+    """
     advised, why = advised_choice(facts, found)
     served = sorted((each for each in found if each.servers), key=lambda each: each.seconds)
     kept = [each for each in found if not each.servers or each in served[:shown]]

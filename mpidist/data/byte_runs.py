@@ -74,7 +74,10 @@ class LRUCache:
 
 
 class ByteRun(NamedTuple):
-    """A range of bytes of a file, which begins at `begin`, and the memory into which it is read."""
+    """A range of bytes to be read from a file, and the memory into which it is read.
+
+    `file` is the number of the file, and the range begins at byte `begin`.
+    """
 
     file: int
     begin: int
@@ -132,7 +135,7 @@ class RunReader:
 
 
 def bytes_of(array: np.ndarray) -> memoryview:
-    """Return the bytes of a contiguous array, without a copy."""
+    """Return the bytes of a contiguous array as a memoryview, without a copy."""
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
@@ -159,7 +162,7 @@ class Rooms:
         self._free: list[np.ndarray] = []
 
     def empty(self, shape: tuple[int, ...], dtype) -> np.ndarray:
-        """Return an uninitialised array."""
+        """Return an uninitialised array, in memory that was used before if possible."""
         dtype = np.dtype(dtype)
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if nbytes < _SMALL:

@@ -72,7 +72,11 @@ class Distorted:
 
 
 def distorted(source: Source, settings: Mapping | None) -> Source:
-    """Return a source of distorted images, or `source` itself if `settings` is empty."""
+    """Return a source of distorted copies of the images of `source`, or `source` itself.
+
+    `settings` are the keyword arguments of `Distorted`; if they are None or empty, the images are
+    not distorted.
+    """
     if not settings:
         return source
     return build({"distort": Distorted}, "distort", {"source": source, **settings}, "data option")

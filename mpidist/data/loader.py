@@ -42,7 +42,7 @@ _PATIENCE = 300.0
 
 
 class Starved(Exception):
-    """The source did not return a batch in time.
+    """The source did not return a batch within the time that the loader waits.
 
     The thread that reads ahead still waits for the batch, so the caller should call `Loader.take`
     again.
@@ -105,7 +105,7 @@ class _Entry(NamedTuple):
 
 
 class Loader:
-    """Batches of a source, read ahead in a planned order.
+    """Takes batches from a source, and reads the next ones ahead in a thread, in a planned order.
 
     Call `close` at the end, or use a ``with`` statement.
 
@@ -144,8 +144,9 @@ class Loader:
     def take(self, indices: np.ndarray, meanwhile: Callable[[], object] | None = None) -> Batch:
         """Return the samples at `indices`, without bad records.
 
-        Raises `Starved` if no batch comes in time, or the exception that the source raised.
-        `meanwhile` is called repeatedly while `take` waits for the thread.
+        Raises `Starved` if the source does not answer in time, or the exception that the source has
+        raised. The function `meanwhile` is called repeatedly while this method waits for the
+        thread.
         """
         began = time.perf_counter()
         try:
@@ -284,9 +285,9 @@ class Loader:
             time.sleep(self._bucket - now)
 
     def close(self) -> None:
-        """End the thread.
+        """End the thread that reads ahead.
 
-        Wait at most 1 s for the thread, because a call of the source may never return.
+        Waits at most 1 s for the thread, because a call of the source may never return.
         """
         with self._changed:
             self._closed = True

@@ -23,12 +23,14 @@ _MOST = 2048
 
 
 class Layouts:
-    """The layouts of messages seen so far; a layout says where a message has its `count` values.
+    """The layouts of the messages seen so far; a layout says where in a message its values are.
+
+    Each message has `count` values that are wanted.
 
     Attributes
     ----------
     latest : dict
-        Length of a message -> number of the layout of the last message of that length.
+        Length of a message in bytes -> number of the layout of the last message of that length.
     spans : array (layouts, count, 2)
         Begin and end of each value in a message, for each layout. Layout 0 means an unknown layout.
     """
@@ -47,12 +49,19 @@ class Layouts:
         self._masks, self._frame = np.zeros((1, 1), "<u8"), np.ones((1, 1), "<u8")
 
     def kinds(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the layout number of the last message of each of the `lengths`; 0 if unknown."""
+        """Guess the layouts of messages from their lengths; return the numbers of the layouts.
+
+        For each of the `lengths`, this is the layout of the last message of this length; 0 if there
+        was none.
+        """
         numbers = map(self.latest.get, lengths.tolist(), itertools.repeat(0))
         return np.fromiter(numbers, np.int64, len(lengths))
 
     def unlike(self, gather: Callable, starts: np.ndarray, kinds: np.ndarray) -> np.ndarray:
-        """Return the indices of the messages that do not have the layouts numbered `kinds`.
+        """Return the indices of the messages that do not have the layouts that `kinds` supposes.
+
+        `kinds` has the number of a layout for each message, for example the result of
+        `Layouts.kinds`.
 
         `starts` has the byte position at which each message begins in a buffer. ``gather(dtype,
         places)`` must return a value of `dtype` from each of the byte positions `places` of the
@@ -107,7 +116,7 @@ class Layouts:
 
 
 def between(spans: Sequence[Span], stop: int) -> list[Span]:
-    """Return the ranges (begin, end) between 0 and `stop` that none of `spans` covers.
+    """Return the ranges (begin, end) of the numbers 0 to `stop` that none of `spans` covers.
 
     Raises ValueError if spans overlap.
     """

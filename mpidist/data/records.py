@@ -24,7 +24,7 @@ TRIES = 4
 
 
 class Content(NamedTuple):
-    """What one rank has read of its data.
+    """What one rank has read of its data before the run, to compare it with the other ranks.
 
     A field is None if the rank could not or must not read its data.
 

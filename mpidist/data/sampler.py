@@ -82,7 +82,7 @@ class Sampler:
         return f"Sampler({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def set_shuffle(self, shuffle: str | bool) -> None:
-        """Change the kind of shuffle, for instance to the kind saved in a checkpoint."""
+        """Change the kind of shuffle, for instance to the kind that a checkpoint has stored."""
         if isinstance(shuffle, bool):
             large = self.count > PERMUTED
             shuffle = ("bijection" if large else "permutation") if shuffle else "none"
@@ -143,10 +143,13 @@ class Sampler:
         return indices[start:stop]
 
     def local_batch(self, rank: int, size: int) -> int:
-        """Return how many samples of a full global batch go to `rank` of `size` ranks."""
+        """Return how many samples of a full global batch `rank` of `size` ranks uses."""
         return BlockPartition(min(self.global_batch, self.count), size).size(rank)
 
     def position(self, step: int) -> Position:
-        """Return the position at which `step` begins if the global batch never changes."""
+        """Return the position in the data at which `step` begins.
+
+        The result holds for a run whose global batch never changes.
+        """
         epoch, within = divmod(step, self.steps_per_epoch)
         return Position(epoch, within * self.global_batch)

@@ -118,11 +118,12 @@ def choose_sharding(
 
 
 def deal(counts: Sequence[int], shares: Sequence[int]) -> list[list[int]]:
-    """Distribute files to owners (ranks or nodes), the largest file first.
+    """Distribute files to owners (ranks or nodes); return the numbers of each owner's files.
 
-    Each owner gets records in proportion to its entry in `shares`. The owner with the least load,
-    relative to its share, gets the next file (Graham, "Bounds on multiprocessing timing anomalies",
-    1969). Every file has one owner; an owner may have no file.
+    `counts` has the number of records of each file. Each owner gets records in proportion to its
+    entry in `shares`; the largest file is given first. The owner with the least load, relative to
+    its share, gets the next file (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+    Every file has one owner; an owner may have no file.
     """
     owned: list[list[int]] = [[] for _ in shares]
     heap = [(0.0, owner) for owner in range(len(shares))]

@@ -93,7 +93,10 @@ class BadRecordFilter:
         ) from cause
 
     def together(self, indices: np.ndarray) -> tuple | None:
-        """Return the samples at `indices`, or None if one is bad or the source raises an error."""
+        """Return the samples at `indices` by one call of the source, or None if not all are good.
+
+        None means that a sample is bad or that the source raised an exception.
+        """
         try:
             batch = self._checked(self.source.take(indices), indices)
         except Exception:
@@ -199,7 +202,7 @@ def _root(error: BaseException) -> BaseException:
 
 
 def told(error: Exception) -> str:
-    """Return one line about an exception: its text, and the file and line that raised it."""
+    """Return one line of text about an exception: its text, and where it was raised."""
     if isinstance(error, BadRecord):
         return error.reason
     last = traceback.extract_tb(error.__traceback__)[-1:]

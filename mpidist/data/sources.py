@@ -29,12 +29,12 @@ class Source(Protocol):
         ...
 
     def take(self, indices) -> tuple:
-        """Return the samples at `indices`, which may be empty, as arrays with equal first axes."""
+        """Return the samples at `indices`, which may be empty: arrays with one row per sample."""
         ...
 
 
 class ArraySource:
-    """A source of arrays in memory with equal first axes, as in ``ArraySource(images, labels)``.
+    """A source of arrays in memory with one row per sample, as in ``ArraySource(images, labels)``.
 
     Raises ConfigError if the lengths differ or an argument is not an array.
     """
@@ -200,9 +200,9 @@ def as_source(data) -> Source:
 
 
 def check_split(kind: str, train, count: int, path) -> int:
-    """Return `train`, the number of training samples.
+    """Return `train`, the number of training samples, if it leaves at least one test sample.
 
-    Raise ConfigError if no test sample is left.
+    Raises ConfigError otherwise. `count` is the number of all samples in the file `path`.
     """
     if isinstance(train, bool) or not isinstance(train, int) or not 0 < train < count:
         raise ConfigError(

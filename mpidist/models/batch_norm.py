@@ -24,7 +24,7 @@ from ..errors import ConfigError, shown
 
 
 class Saved(NamedTuple):
-    """The values that `sync_batch_norm` keeps for `sync_batch_norm_backward`."""
+    """The values of a forward pass that `sync_batch_norm` keeps for `sync_batch_norm_backward`."""
 
     y: Any
     scale: Any
@@ -96,7 +96,9 @@ def sync_batch_norm(comm, x, axis, eps: float = 1e-5):
 
 
 def sync_batch_norm_backward(comm, dy, saved: Saved):
-    """Return the gradient with respect to x, given `dy`, the gradient with respect to y.
+    """Return the gradient with respect to x, the input of `sync_batch_norm`.
+
+    `dy` is the gradient with respect to y, its output.
 
     Collective over `comm`. `dy` and the result are gradients of the *mean* loss of this rank, as
     models compute them. The average of all ranks' results, weighted by their batch sizes, is the
@@ -122,7 +124,10 @@ def sync_batch_norm_backward(comm, dy, saved: Saved):
 
 
 def call_guard(comm, name: str):
-    """Return a context manager that sends an exception of this rank to all ranks of `comm`."""
+    """Return a context manager for a collective call: an exception of one rank is sent to all.
+
+    `name` is the name of the call, for error texts. Collective over `comm`.
+    """
     # Not imported at the top: models can be imported, and used by one process, without MPI.
     from ..runtime.context import of
 

@@ -239,7 +239,7 @@ class MaxPool(_Fixed):
     """
 
     def forward(self, parameters, x):
-        """Return y and (x, (left, right)), the output and the values that `backward` needs.
+        """Return (y, (x, (left, right))): the output, and the values that `backward` needs.
 
         The arrays left and right have the maxima of each pair of rows: left at even columns, right
         at odd columns.
@@ -272,7 +272,7 @@ class Relu(_Fixed):
     """Replace negative values by zero, which is ``max(x, 0)``."""
 
     def forward(self, parameters, x):
-        """Return (y, y): the output, and the values that `backward` needs."""
+        """Return (y, y): the output, which is also what `backward` needs."""
         y = array_module(x).maximum(x, 0)
         return y, y
 

@@ -212,7 +212,7 @@ def checked_input(model, inputs, like=None):
 
 
 def check_input_shape(model, inputs) -> None:
-    """Raise ConfigError unless `inputs` are samples of the shape that the model takes."""
+    """Raise ConfigError unless `inputs` has samples of the shape that the model takes."""
     if tuple(inputs.shape[1:]) != model.sample_shape:
         expected = ", ".join(map(str, ("n", *model.sample_shape)))
         raise ConfigError(f"model input has shape {inputs.shape}, expected ({expected})")

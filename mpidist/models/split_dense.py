@@ -106,14 +106,17 @@ class SplitDense:
         }
 
     def window(self, name: str) -> tuple[slice, ...]:
-        """Return the slices that select this rank's part from the whole parameter."""
+        """Return the slices that select this rank's part from the whole parameter called `name`."""
         mine, everything = slice(self.start, self.stop), slice(None)
         if name == f"{self.name}.bias":
             return (mine if self.split == "columns" else everything,)
         return (everything, mine) if self.split == "columns" else (mine, everything)
 
     def forward(self, parameters, x):
-        """Return (y, x) with all features. Collective over `comm`."""
+        """Return (y, x): the output, and the values that `backward` needs. Collective over `comm`.
+
+        Every rank gets all features of `y`.
+        """
         weight, bias = parameters[f"{self.name}.weight"], parameters[f"{self.name}.bias"]
         with call_guard(self.comm, "SplitDense.forward"):
             if self.split == "columns":

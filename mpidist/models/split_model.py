@@ -45,7 +45,7 @@ def check_split_settings(split, split_ranks) -> None:
 
 
 def split_ways(size: int, others: int, split_ranks: int | None) -> int:
-    """Return how many of `size` ranks share a layer.
+    """Return how many of `size` ranks share each split layer.
 
     `others` is the number of stages times the number of replicas, or 0 if it is not known.
     `split_ranks` is the requested number of ranks, or None for as many as possible.
@@ -122,11 +122,10 @@ def _part(array, window, shape):
 
 
 def parts_of(model) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the parameters of which this rank has only a part.
+    """Return the parameters of which this rank has only a part: {name: (whole shape, start)}.
 
-    For each name, the result has the shape of the whole parameter, and the index at which the part
-    begins. A parameter that this rank has completely, such as the bias of a layer split by rows, is
-    left out.
+    Start is the index in the whole parameter at which the part begins. A parameter that this rank
+    has completely, such as the bias of a layer split by rows, is left out.
     """
     found = {}
     for layer in model.layers:

@@ -52,7 +52,7 @@ class Tagger:
             self.parameters[f"dense{k}.b"] = np.full(columns, -4.0 if last else 0.0, np.float32)
 
     def predict(self, inputs):
-        """Return scores of shape (samples, classes); a positive score means a likely entity."""
+        """Return scores of shape (samples, classes); a positive score means a likely label."""
         return self._forward(inputs)[-1]
 
     def loss_and_gradients(

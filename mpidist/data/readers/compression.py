@@ -82,7 +82,10 @@ class _Cursor:
 
 
 class DecompressionCache:
-    """A cache of decompressed blocks of several files, and of the decompressor that was used last.
+    """What the compressed files of a data set share: a cache of decompressed blocks.
+
+    It also keeps the decompressor that was used last, to continue where it stopped. `files` is the
+    number of files.
 
     The cache has no lock, so only one thread at a time may use it.
     """
@@ -94,7 +97,7 @@ class DecompressionCache:
 
 
 class Compressed:
-    """One compressed file.
+    """A compressed file, of which any part of the uncompressed data can be read.
 
     Before the first call of `read`, the caller must iterate over all that `pieces` yields. Only one
     thread at a time may use this object.
@@ -121,7 +124,9 @@ class Compressed:
         self._spacing = _BLOCK
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield all decompressed data in order; record points where decompression can begin later.
+        """Yield all decompressed data in order, and remember states of the decompressor on the way.
+
+        `read` can begin decompression at these states later.
 
         At the end, the attribute `size` is set to the number of decompressed bytes.
 
@@ -146,7 +151,7 @@ class Compressed:
             self._points = {at: point for at, point in some if at % self._spacing == 0}
 
     def read(self, begin: int, target: memoryview) -> None:
-        """Fill `target` with decompressed data from byte `begin` on; after the end, with zeros."""
+        """Fill `target` with decompressed data from byte `begin` on; with zeros after their end."""
         while target:
             number, within = divmod(begin, _BLOCK)
             data = self._block(number)[within : within + len(target)]
@@ -163,10 +168,10 @@ class Compressed:
         return block
 
     def unpack(self, number: int) -> bytes:
-        """Decompress block `number`.
+        """Return block `number` of the decompressed data, by decompressing it.
 
         If the file has changed since the method `pieces` read it, the result may be only a part of
-        the block of decompressed data.
+        the block.
         """
         start = number * _BLOCK
         stop = min(start + _BLOCK, self.size)

@@ -37,7 +37,10 @@ def varint(data: bytes, at: int, stop: int) -> tuple[int, int]:
 
 
 def fields(data: bytes, span: Span) -> Iterator[tuple[int, int, Span]]:
-    """Yield, for each field of a message, its number, its kind and the span of its value."""
+    """Yield (number, kind, span) for each field of a message that lies at `span` in `data`.
+
+    A span is a (begin, end) in bytes; the third value is the span of the field's value.
+    """
     at, stop = span
     while at < stop:
         key, at = varint(data, at, stop)
@@ -113,7 +116,10 @@ def _of(data: bytes, span: Span, number: int, kind: int | None = 2):
 
 
 def values(data: bytes, kind_of_list: int, parts: list[tuple[int, Span]]):
-    """Return the values of a feature as a list of bytes, or as an array of float32 or int64."""
+    """Decode the values of a feature: a list of bytes, or an array of float32 or int64.
+
+    `kind_of_list` and `parts` are those of the feature in the result of `layout`.
+    """
     if kind_of_list == _BYTES:
         return [data[slice(*span)] for _, span in parts]
     text = b"".join(data[slice(*span)] for _, span in parts)

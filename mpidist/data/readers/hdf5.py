@@ -93,11 +93,11 @@ class HDF5:
 
     @property
     def counts(self) -> list[int]:
-        """Number of samples in each chunk, for the function `sharding.shard` with mode "file".
+        """Number of samples in each HDF5 chunk, as the argument `counts` of `sharding.shard`.
 
-        With the counts of this method, `shard` gives each chunk to one rank, which decompresses it
-        once. If the datasets have chunks of different sizes, the result has the numbers for the
-        largest chunks.
+        With these counts and the mode "file", `shard` gives each chunk to one rank, which
+        decompresses it once. If the datasets have chunks of different sizes, the result has the
+        numbers for the largest chunks.
         """
         there = [reader.chunk for reader in self._readers if reader.chunk < len(self)]
         per = max(there, default=max(1, len(self)))

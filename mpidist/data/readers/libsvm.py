@@ -204,7 +204,10 @@ class LibSVM:
         return np.unique(self.labels[np.isfinite(self.labels)])
 
     def rows(self, indices) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (starts, columns, values) of the records at `indices`, as compressed rows."""
+        """Return the records at `indices` as compressed sparse rows (starts, columns, values).
+
+        The three arrays are as the attributes of these names, but with these records only.
+        """
         indices = np.asarray(indices, np.int64)
         check_indices(f"libsvm: {self.name}", indices, len(self))
         for index in indices:
@@ -214,7 +217,10 @@ class LibSVM:
         return starts, self.columns[at], self.values[at]
 
     def check_width(self) -> None:
-        """Raise ConfigError if dense samples would be too wide and `features` was not given."""
+        """Raise ConfigError if dense samples would be too wide: over 2^20 columns.
+
+        This limit holds only if `features` was not given.
+        """
         if self._given or self.features <= _WIDEST:
             return
         last = int(np.argmax(self.columns))

@@ -85,12 +85,15 @@ def _copies(comm, urls, folder, ranks_per_node, *how) -> list[Path]:
 
 
 def is_remote(settings: Mapping) -> bool:
-    """Return whether the settings of a source have a URL, alone or in a list."""
+    """Return whether a data source's settings name a remote file.
+
+    This is so if a value is a text with ``://``, or a list that contains such a text.
+    """
     return any("://" in text for value in settings.values() for text in _texts(value))
 
 
 def brought_here(comm, settings: Mapping, *, ranks_per_node: int | None = None) -> dict:
-    """Fetch the URLs in a source's settings; return the settings with the copies' paths instead.
+    """Fetch the files whose URLs are in a data source's settings; return settings with local paths.
 
     Collective over `comm`. The key ``cache`` of the settings names the folder for the copies. By
     default, the copies are in a folder to which only this user can write, inside the node's folder
@@ -160,7 +163,7 @@ def cached_name(url: str) -> str:
 
 
 def without_secrets(url: str) -> str:
-    """Return a URL without the parts that may contain a password or a key."""
+    """Return a URL for messages, without the parts that may contain a password or a key."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 

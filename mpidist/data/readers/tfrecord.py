@@ -52,12 +52,12 @@ def _checksum():
 
 
 def masked(crc):
-    """Return CRC-32C checksums in their stored form: rotated by 15 bits, plus a constant."""
+    """Return CRC-32C checksums `crc` as TFRecord files store them: rotated, plus a constant."""
     return (crc >> 15 | crc << 17) + _DELTA & 0xFFFFFFFF
 
 
 class Laid(NamedTuple):
-    """Records in one array of bytes: record k is ``data[starts[k] : stops[k]]``."""
+    """Records that were read into one array: record k is ``data[starts[k] : stops[k]]``."""
 
     data: np.ndarray
     starts: np.ndarray
@@ -117,7 +117,7 @@ class TFRecords:
 
     @property
     def counts(self) -> list[int]:
-        """Number of records in each file, for the function `sharding.shard`."""
+        """Number of records in each file, as the argument `counts` of `sharding.shard`."""
         return [stop - start for start, stop in itertools.pairwise(self.bounds)]
 
     @property

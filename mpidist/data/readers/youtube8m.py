@@ -177,10 +177,10 @@ def mark_entities(records: Laid, spans: np.ndarray, indices, labels: np.ndarray)
 
 
 def packed_span(found: Mapping, name: str, kind: int) -> example.Span:
-    """Return the (begin, end) of the values of a feature; both are equal if there are no values.
+    """Return the (begin, end) in bytes of a feature's values; both are equal if there are none.
 
-    Raises ValueError if no feature has this name and kind, or if its values are not packed in one
-    field.
+    `found` is the result of `example.layout`. Raises ValueError if no feature has this name and
+    kind, or if its values are not packed in one field.
     """
     got, parts = found.get(name, (0, []))
     if got != kind or len(parts) > 1 or any(wire != 2 for wire, _ in parts):

@@ -5,11 +5,12 @@
     all      exchange these facts, come to the same decision, and open a new group of servers and
              workers
 
-The clock of a worker is the number of its finished steps. Under BSP and SSP(0), a server applies
-the pushes of a clock only after the servers have voted for it (`servers.votes`). A death may come
-when only some servers know that a vote was won. The other servers then apply this clock, too, so
-all servers have applied the same clocks. The newest of these clocks is the common step. The living
-workers divide the batches among them, and repeat all later steps.
+A worker pushes (sends) its gradients to the servers, and a server applies a push when it updates
+its shard with it. The clock of a worker is the number of its finished steps. Under BSP and SSP(0),
+a server applies the pushes of a clock only after the servers have voted for it (`servers.votes`). A
+death may come when only some servers know that a vote was won. The other servers then apply this
+clock, too, so all servers have applied the same clocks. The newest of these clocks is the common
+step. The living workers divide the batches among them, and repeat all later steps.
 
 Under ASP and SSP(s) each worker continues at its own clock. If its push was interrupted, the worker
 repeats the push to the servers that do not have it. For batches of which the fastest worker has

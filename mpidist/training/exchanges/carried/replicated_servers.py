@@ -8,11 +8,12 @@
               a new copy of the part of another server
     commit    when all ranks have received all their parts, they forget their old shards
 
-Until the commit, each rank keeps its old shards beside the new ones. If another rank dies before
-the commit, the next repair starts from the old shards. If a rank dies during the commit, some ranks
-have committed and others have not. The others then commit at the beginning of the next repair; the
-ranks find this out by comparing the generation, a number that each commit increases. Only if a
-server and the server with its copy have both died, all ranks go back to the newest checkpoint.
+A shard is a server's part of the model, and a push is a send of gradients to the servers. Until the
+commit, each rank keeps its old shards beside the new ones. If another rank dies before the commit,
+the next repair starts from the old shards. If a rank dies during the commit, some ranks have
+committed and others have not. The others then commit at the beginning of the next repair; the ranks
+find this out by comparing the generation, a number that each commit increases. Only if a server and
+the server with its copy have both died, all ranks go back to the newest checkpoint.
 """
 
 from __future__ import annotations
