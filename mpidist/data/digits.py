@@ -64,7 +64,7 @@ def _table() -> np.ndarray:
 
 
 def stratified(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Return `count` sorted random indices of `labels`; each class has its share of the indices."""
+    """Return `count` random indices of `labels`, sorted; classes are as frequent as in `labels`."""
     rng = np.random.default_rng(seed)
     classes, sizes = np.unique(labels, return_counts=True)
     # The shares are rounded by the largest remainder method: round all shares down, then add one to

@@ -63,7 +63,7 @@ class BadRecordFilter:
         self._form: list | None = None
 
     def take(self, indices: np.ndarray) -> Batch:
-        """Return the good samples at `indices`.
+        """Return the good samples at `indices`, and a list of the bad ones, as a `Batch`.
 
         Raises SourceError if no record of the source could be read in several tries. Raises
         ConfigError if the source returned a wrong number of samples. Raises the exception of the

@@ -125,7 +125,7 @@ class Group:
 
     @property
     def spares(self) -> int:
-        """The number of living spare ranks. Spare ranks wait, and are not in `comm`."""
+        """The number of living spare ranks, which wait to replace dead ranks, outside `comm`."""
         return self._members.active.count(False)
 
     @property
@@ -168,7 +168,8 @@ class Group:
         """Return a context manager for work for which the other ranks may have to wait.
 
         `name` is "save", "data", "evaluate" or "plan". In the ``with`` block this rank is not
-        evicted if it takes long, or if a native call holds Python's global lock.
+        evicted (killed by the other ranks) if it takes long, or if a native call holds Python's
+        global lock.
         """
         return polling.phase(name)
 
@@ -389,7 +390,7 @@ class Group:
 
     @property
     def original_ranks(self) -> list[int]:
-        """For each rank of `comm`, its rank in the communicator with which the group was made."""
+        """Return, for each rank of `comm`, its rank in the communicator before all deaths."""
         return self._numbers(self._members)
 
     def _numbers(self, members: Membership) -> list[int]:

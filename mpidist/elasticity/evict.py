@@ -135,7 +135,10 @@ def kill(one: Record) -> bool:
 
 
 def end_itself(line: str, why: str, **facts) -> None:
-    """Print `line` if it is not empty, and end this process as an evicted rank. Never returns."""
+    """Print `line` if it is not empty, and end this process, which others go on without.
+
+    `why` is the reason for the event log. Never returns.
+    """
     events.emit("evicts_itself", why=why, **facts)
     if line:
         print(f"mpidist: {line}", file=sys.stderr, flush=True)

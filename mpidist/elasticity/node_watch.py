@@ -32,7 +32,7 @@ _STEPS = 64
 class NodeWatch:
     """Watches the other ranks of this rank's node, and evicts (kills) ranks that hold others up.
 
-    Until `close`, waits of this rank reach this object as `polling.board`.
+    Until `close`, code in which this rank waits finds this object as `polling.board`, and calls it.
     """
 
     def __init__(self, board: NodeBoard, deadline: Deadline):

@@ -58,7 +58,10 @@ def leaves_of(state: State) -> list[tuple[Path, Any]]:
 
 
 def description(state: State) -> dict[str, str]:
-    """Return a text (shape and dtype) for each leaf of a state; all ranks must have equal texts."""
+    """Return {name: shape and dtype as text} for each array and number of a state.
+
+    The state is a nested dict. All ranks must have equal results.
+    """
     return {
         show(path): f"{array_of(leaf).dtype} {array_of(leaf).shape}"
         if _in_place(leaf)
@@ -68,7 +71,7 @@ def description(state: State) -> dict[str, str]:
 
 
 def size_of(state: State) -> int:
-    """Return the number of bytes of all arrays of a state."""
+    """Return the number of bytes of all arrays of a state, a nested dict."""
     return sum(array_of(leaf).nbytes for _, leaf in leaves_of(state) if _in_place(leaf))
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Hang(NamedTuple):
-    """A hang: the ranks that no longer publish their state, and the ranks that may be the cause."""
+    """A hang of the job: ranks that publish no state any more, and ranks that may be the cause."""
 
     absent: list[int]
     suspects: list[int]
@@ -22,7 +22,10 @@ class Seen:
         self.heard: float | None = None
 
     def update(self, record: dict | None, now: float) -> None:
-        """Store a rank's newest record from the status board; None keeps the previous record."""
+        """Store the newest status record that the rank has published.
+
+        With None, which means that nothing could be read, the previous record stays.
+        """
         if self.heard is None:
             self.heard = now
         if record is not None and (self.record is None or record["beat"] != self.record["beat"]):

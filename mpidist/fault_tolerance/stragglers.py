@@ -90,7 +90,7 @@ def sharing(places: Sequence[tuple[int, frozenset[int]]]) -> frozenset[int]:
 
 
 def crowded_ranks(comm) -> frozenset[int]:
-    """Return the ranks of `comm` that share cores. Collective over `comm`."""
+    """Return the ranks of `comm` that have to share cores with others. Collective over `comm`."""
     if comm.size == 1:
         return frozenset()
     place = binding.rank_place({})
@@ -194,7 +194,10 @@ class Stragglers:
         self.windows = 0
 
     def share_cores(self) -> frozenset[int]:
-        """Return the members of `ranks` that share cores. The first call is collective."""
+        """Return those of `ranks` that share cores with other ranks.
+
+        The first call is collective.
+        """
         if self.crowded is None:
             self.crowded = frozenset(self.ranks[rank] for rank in crowded_ranks(self.comm))
         return self.crowded

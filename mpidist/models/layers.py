@@ -75,7 +75,10 @@ class _Fixed:
 
 
 class Dense(NamedTuple):
-    """Dense layer: ``y = x @ weight + bias`` for x of shape (pieces, samples, inputs)."""
+    """Dense layer: ``y = x @ weight + bias`` for x of shape (pieces, samples, inputs).
+
+    A piece is a batch of which the gradients are computed separately.
+    """
 
     name: str
     inputs: int
@@ -283,7 +286,10 @@ class Relu(_Fixed):
 
 
 class Images(_Fixed):
-    """Turn x of shape (pieces, samples, channels, height, width) into images, with samples last."""
+    """Turn x of shape (pieces, samples, channels, height, width) into images, with samples last.
+
+    A piece is a batch of which the gradients are computed separately.
+    """
 
     def forward(self, parameters, x):
         """Return (y, None): `backward` needs nothing."""
@@ -307,7 +313,10 @@ class Features(_Fixed):
 
 
 class Rows(_Fixed):
-    """Flatten x of shape (pieces, samples, ...) to one row of features per sample, as a view."""
+    """Flatten x of shape (pieces, samples, ...) to one row of features per sample, as a view.
+
+    A piece is a batch of which the gradients are computed separately.
+    """
 
     def forward(self, parameters, x):
         """Return (y, shape of x): the output, and the values that `backward` needs."""

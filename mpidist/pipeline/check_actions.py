@@ -55,11 +55,11 @@ class ActionFacts(NamedTuple):
 def check_actions(
     lists: Sequence[Sequence[StageAction]], *, chunks: int | None = None, blocking: bool = False
 ) -> ActionFacts:
-    """Check action lists; return how many microbatches and versions of weights the ranks keep.
+    """Check the action lists of a pipeline's ranks; return how much data the ranks must keep.
 
-    Right lists have three properties. Every microbatch goes through every chunk once forward and
-    once backward. Each message has a sender and a receiver, which have the messages in the same
-    order. The ranks never wait for each other for ever.
+    Right lists have three properties. Every microbatch goes once forward and once backward through
+    every chunk (group of consecutive layers). Each message has a sender and a receiver, which have
+    the messages in the same order. The ranks never wait for each other for ever.
 
     Parameters
     ----------

@@ -77,7 +77,8 @@ def action_lists(
         The number of microbatches of a step. For "pipedream", the number of microbatches that enter
         before the pipeline is emptied.
     chunks : int
-        The number of chunks of each rank. Only "interleaved" allows more than 1.
+        The number of chunks (groups of consecutive layers) of each rank. Only "interleaved" allows
+        more than 1.
     ahead : int
         A receive begins this number of computations before the computation that needs the data.
 

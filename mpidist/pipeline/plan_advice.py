@@ -77,7 +77,10 @@ def advise_step(
     microbatches: int,
     settings: Mapping[str, Any],
 ) -> StepAdvice | None:
-    """Compare a plan with allreduce on `workers` workers; return None if the model cannot be cut.
+    """Compare a step of a pipeline `plan` with a step of allreduce on `workers` workers.
+
+    A plan with one stage is replaced by the best plan with two stages. Returns None if there is
+    none.
 
     `settings` are the keyword arguments of the call of `cut` that made the plan.
     """

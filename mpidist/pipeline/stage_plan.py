@@ -156,7 +156,10 @@ class PipelineGrid:
     def passes(
         self, rank: int, empty_at: int, start: int, stop: int, drain: bool
     ) -> list[StageAction]:
-        """Return the actions of a rank with "pipedream", see `pipedream_order.passes`."""
+        """Return what a rank does for microbatches `start` to `stop` - 1 with "pipedream".
+
+        `pipedream_order.passes` describes the arguments.
+        """
         stage, replica = self.place(rank)
         return pipedream_order.passes(self.replicas, stage, replica, empty_at, start, stop, drain)
 

@@ -84,7 +84,7 @@ def command(
 
 
 def surviving(words: Sequence[str]) -> list[str]:
-    """Add to a launcher's command line the option with which a job goes on when a rank dies.
+    """Return a launcher's command line with the option that lets a job go on when a rank dies.
 
     Raises
     ------

@@ -67,7 +67,7 @@ def next_attempt(folder: Path, known: int) -> int:
 
 
 def free_number(folder: Path, number: int) -> int:
-    """Return the smallest number above `number` for which `folder` has no attempt yet."""
+    """Return the smallest number above `number` for which `folder` has no attempt's folder yet."""
     while (folder / f"attempt-{(number := number + 1)}").exists():
         pass
     return number
@@ -86,7 +86,9 @@ def remove_control_folder(folder: Path) -> None:
 
 
 def read_history(folder: Path) -> list[Attempt]:
-    """Return all attempts of this job so far, including those before the job was requeued.
+    """Return the results of all attempts (starts of the program) of this job so far.
+
+    Attempts before the job was requeued are included.
 
     Raises
     ------

@@ -79,7 +79,7 @@ class Attempt(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether the attempt counts as a failure."""
+        """Whether the attempt (start of the program) counts as a failure."""
         return not (self.finished or self.preempted or self.more)
 
     @property
@@ -89,7 +89,7 @@ class Attempt(NamedTuple):
 
     @property
     def advanced(self) -> bool:
-        """Whether the attempt has completed a step."""
+        """Whether the attempt (start of the program) has completed a step."""
         return self.step is not None and self.first is not None and self.step > self.first
 
     def text(self) -> str:

@@ -29,7 +29,7 @@ _GROW = "grow-"
 
 
 class JobRequest(NamedTuple):
-    """A request to save and exit: the reason, and how many more ranks the next attempt has."""
+    """A request to the ranks to save and exit: why, and how many more ranks the job then gets."""
 
     text: str
     more: int = 0

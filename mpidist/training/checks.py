@@ -186,7 +186,7 @@ def _reason(strategy, name: str) -> str:
 
 
 def check_model(model, predicts: bool) -> None:
-    """Raise ConfigError if `model` is not a model, or has not all methods that the run needs."""
+    """Raise ConfigError if `model` has not all attributes and methods that the run needs."""
     if isinstance(model, type) or not hasattr(model, "parameters"):
         raise ConfigError(f"model is {brief(model)}; {_MODEL}")
     _, problem = named_arrays(model)

@@ -195,7 +195,10 @@ class Carried:
         return -1 if self._facts is None else self._facts["step"]
 
     def state(self) -> dict:
-        """Return the kept state, for `peer_state`: nested dicts of arrays, and one text."""
+        """Return the kept state as nested dicts of arrays, and one text, for `peer_state`.
+
+        `peer_state` sends it to the ranks that are behind.
+        """
         model, optimizer = self.given["model"], self.given["optimizer"]
         if self._optimizer_state is None:
             self._optimizer = optimizer
@@ -211,7 +214,8 @@ class Carried:
     def bring_up_to_date(self, comm, step: int) -> int:
         """Give all ranks of `comm` the state of the newest rank; return its step. Collective.
 
-        `step` is the step of this rank, or `peer_state.NOTHING`.
+        The newest rank has done the most steps. `step` is the step of this rank, or
+        `peer_state.NOTHING`.
         """
         before = self.step
         newest = peer_state.bring_up_to_date(comm, self.state(), step)
@@ -229,7 +233,7 @@ class Carried:
 
 
 class TrainingGroup(Group):
-    """The living ranks of an elastic run of `md.train`."""
+    """The living ranks of a run of `md.train` that goes on when ranks die."""
 
     def __init__(self, comm, settings: Elastic, carried: Carried):
         limit = parse_deadline(settings.deadline, settings.slow)

@@ -154,7 +154,10 @@ class Quarantine:
             self._write(self.known, "w")
 
     def error(self, saved: str) -> TooManyBadRecords:
-        """Return the error that ends a run with too many bad records."""
+        """Return the error that ends a run with too many bad records.
+
+        `saved` is a text for the error that says what was saved.
+        """
         records = tuple(sorted(self.known.items()))
         first = "; ".join(f"record {index}: {reason}" for index, reason in records[:3])
         where = f" (all of them in {self.path})" if self.path else ""

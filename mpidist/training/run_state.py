@@ -51,7 +51,7 @@ class StepReport(NamedTuple):
 
 
 class Progress:
-    """The state of one run: its step, position in the data, losses and checkpoint store."""
+    """The state of one training run: step, position in the data, losses and checkpoint store."""
 
     def __init__(
         self, comm, model, exchange, store, sampler: Sampler, quarantine: Quarantine, words: Mapping
@@ -152,7 +152,7 @@ class Progress:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self, saving: bool = True) -> dict:
-        """Return the state of the run; a save reads its arrays, and a restore writes into them."""
+        """Return the state of the run for a checkpoint; a restore writes into the same arrays."""
         state = {**self.exchange.state(saving)}
         if self.exchange.dedicated:
             return state
@@ -182,7 +182,7 @@ class Progress:
         }
 
     def facts_to_carry(self, losses_of_guard: list) -> dict:
-        """Return plain values with which the run continues after a rank's death (`elastic_run`)."""
+        """Return the run's plain values (such as its step), to continue after a rank's death."""
         return {
             **self._facts(),
             "more": [getattr(self, name) for name in _CARRIED],

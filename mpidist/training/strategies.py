@@ -64,7 +64,7 @@ class AllReduce:
         bucket_bytes(self.bucket_bytes, 0)
 
     def workers(self, size: int) -> int:
-        """Return how many of `size` ranks are workers."""
+        """Return how many of `size` ranks compute gradients: all."""
         return size
 
     def open(

@@ -102,7 +102,8 @@ def gather_facts(run: Progress, test_data) -> dict:
 def share(run: Progress, facts: dict | None) -> Summary:
     """Return the summary on all ranks. Collective over `run.comm`.
 
-    `facts` is None on dedicated servers, which receive the summary from the first worker.
+    `facts` is the result of `gather_facts`. It is None on servers that are not workers, which
+    receive the summary from the first worker.
     """
     if facts is not None:
         wall = time.perf_counter() - run.began

@@ -182,8 +182,8 @@ class TFRecords:
     def lay(self, indices: Sequence[int] | np.ndarray, room: np.ndarray | None = None) -> Laid:
         """Read the records at `indices` into one array, and check them.
 
-        Raises BadRecord for a damaged record. If the buffer `room` has enough bytes, the array is
-        the beginning of `room`.
+        Raises BadRecord for a damaged record. If the array `room` has enough bytes, the records are
+        read into it, and no new memory is needed.
         """
         indices = np.asarray(indices, np.int64)
         check_indices("tfrecord", indices, len(self))

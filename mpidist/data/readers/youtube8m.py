@@ -152,10 +152,10 @@ class YouTube8M(Videos):
 
 
 def mark_entities(records: Laid, spans: np.ndarray, indices, labels: np.ndarray) -> None:
-    """Set `labels` to 1 for the entities of each record, and to 0 for all others.
+    """Set `labels` to 1 for the entities (topics) of each video, and to 0 for all others.
 
-    `spans` has the (begin, end) of each record's list of entities, which are varints. Raises
-    BadRecord for an entity number that is not less than the number of classes.
+    `spans` has the (begin, end) in bytes of each record's list of entities, which are encoded as
+    varints. Raises BadRecord for an entity number that is not less than the number of classes.
     """
     labels[...] = 0
     starts, stops = spans.T

@@ -83,7 +83,10 @@ def advise_hosts(
 
 
 def best_layout(layouts: list[HostLayout]) -> HostLayout:
-    """Return the fastest layout; of nearly equal layouts, the one with the fewest hosts."""
+    """Return the fastest of the results of `advise_hosts`.
+
+    If several are nearly equal, the one with the fewest hosts is returned.
+    """
     least = min(one.seconds for one in layouts)
     return next(one for one in layouts if one.seconds <= (1 + _EQUAL) * least)
 

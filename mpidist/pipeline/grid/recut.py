@@ -131,7 +131,7 @@ def choose_again(last: Mapping[str, Any], layers: int, parts: int, samples: int)
 
 
 def explain_cuts(choice: CutChoice) -> str:
-    """Return the line that a resumed run prints about its cuts."""
+    """Return the line that a resumed run prints about where it cuts the model, and why."""
     off = f"the stages' measured times are {choice.off:.0%} off the plan"
     if choice.origin == "kept" and choice.before is None:
         return f"pipeline: cuts {choice.cuts} stay: {off}, and up to {MOST_OFF:.0%} is tolerated"

@@ -90,7 +90,10 @@ class PipeDreamSteps:
             stage.wait(stage.messages.progress, "the end of the sends")
 
     def close(self) -> None:
-        """Free the exchange of gradients. Collective over the stage's ranks; sends no message."""
+        """Free the object that exchanges gradients.
+
+        Collective over the stage's ranks; sends no message.
+        """
         if self._exchange is not None:
             self._exchange.close()
 

@@ -165,7 +165,7 @@ class Stage:
 
     @property
     def versions(self) -> int:
-        """The largest number of versions of the parameters that were kept at the same time."""
+        """The largest number of versions of the parameters that this rank had at the same time."""
         return max(chunk.versions for chunk in self.chunks.values())
 
     def rows(self, count: int) -> slice | np.ndarray:

@@ -46,7 +46,7 @@ class ArrayLayout(NamedTuple):
     strides: tuple[int, ...]
 
     def encode(self, samples: int) -> np.ndarray:
-        """Return a message that says: arrays with this number of samples have this layout."""
+        """Return a message that tells a receiver: arrays of `samples` samples have this layout."""
         text = json.dumps([samples, self.dtype, self.shape, self.strides]).encode()
         return np.frombuffer(text.ljust(_LAYOUT_BYTES), np.uint8)
 
@@ -139,14 +139,19 @@ class StageMessages:
         return requests
 
     def receive(self, source: int, channel: int, samples: int) -> Arrival:
-        """Begin to receive an array, if its layout is known; otherwise note that it will come."""
+        """Begin to receive an array, or, while its layout is unknown, remember that it will come.
+
+        The layout is the dtype, shape and strides; it comes in a message of its own, and is the
+        same for all arrays with the same number of `samples`. `channel` is the number of the
+        array's channel.
+        """
         one = Arrival(self, source, channel, samples)
         self._noted[source, channel].append(one)
         self.begin_receives(source, channel)
         return one
 
     def begin_receives(self, source: int, channel: int) -> None:
-        """Begin the receives that `receive` has noted, up to the first array of unknown layout."""
+        """Begin the receives that `receive` has put off, up to an array of unknown layout."""
         noted = self._noted[source, channel]
         while noted:
             one = noted[0]
@@ -188,7 +193,10 @@ class StageMessages:
         del self._known[arrived.source, arrived.channel, arrived.samples]
 
     def drop_sent(self, dest: int, channel: int, samples: int) -> None:
-        """Forget that the layout of an array was sent, because the receiver has forgotten it."""
+        """Forget that the layout (dtype, shape, strides) of an array was sent.
+
+        The receiver has forgotten it, too.
+        """
         del self._told[dest, channel, samples]
 
     def progress(self) -> bool:

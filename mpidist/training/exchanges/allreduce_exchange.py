@@ -75,8 +75,8 @@ class Replicas(WholeModel):
     def compute(self, feed, indices) -> tuple[float, int]:
         """Compute the gradients of this rank's samples; return (their mean loss, their number).
 
-        A rank without a good sample sets its gradients to zero, and still takes part in the
-        exchange.
+        `feed` reads the samples; `indices` are the records of the global batch. A rank without a
+        good sample sets its gradients to zero, and still takes part in the exchange of gradients.
         """
         start, stop = self.part(len(indices))
         mine = indices[start:stop]
@@ -210,7 +210,7 @@ class Replicas(WholeModel):
         """Do nothing at the end of the run: every rank already has the final parameters."""
 
     def close(self) -> None:
-        """Free the exchange. Collective."""
+        """Free all that the exchange of gradients has made. Collective over `comm`."""
         self.exchange.close()
 
     def abandon(self, error: BaseException) -> None:

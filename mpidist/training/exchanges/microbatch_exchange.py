@@ -77,10 +77,10 @@ class PieceReplicas(Replicas):
         return {}
 
     def hidden(self) -> None:
-        """Return None, because nothing is sent before all pieces of this rank are computed."""
+        """Return None: nothing is sent while this rank computes, so no time can be hidden."""
 
     def close(self) -> None:
-        """Free the `PieceSum` objects, which add the gradients of the pieces. Collective."""
+        """Free the `PieceSum` objects, which add the gradients of the microbatches. Collective."""
         for sums in self._sums:
             sums.close()
 
@@ -208,7 +208,7 @@ class PieceReplicas(Replicas):
             sums.finish(vector, [] if k else [stop])
 
     def begin(self) -> None:
-        """Measure the times of the exchange in a fixed order and of a plain allreduce. Collective.
+        """Measure the time of a sum of gradients in fixed order, and of an allreduce. Collective.
 
         The attribute `price` gets the medians of both times (fixed order and plain), in
         microseconds, on the slowest rank.

@@ -134,7 +134,7 @@ class Peers(WholeModel):
         return loss, self.agreement.at(self.steps + 1, bool(stop))
 
     def update(self) -> None:
-        """Update this rank's model, and average it with peers if a round is due."""
+        """Update this rank's model; after every `every` steps, average it with peers."""
         if self._factor:
             if self._factor != 1:
                 for gradient in self.gradients.values():

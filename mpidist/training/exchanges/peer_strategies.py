@@ -57,7 +57,10 @@ class PeerAverage:
         expect(known, "consistency", mode, "md.BSP(), md.SSP(n), md.ASP(), or a number of rounds")
 
     def workers(self, size: int) -> int:
-        """Return how many of `size` ranks are workers; raise ConfigError for a bad graph."""
+        """Return how many of `size` ranks compute gradients: all.
+
+        Raises ConfigError for a bad graph.
+        """
         peer_plan(self.graph, size)
         return size
 
@@ -89,7 +92,7 @@ class Hogwild:
     }
 
     def workers(self, size: int) -> int:
-        """Return how many of `size` ranks are workers."""
+        """Return how many of `size` ranks compute gradients: all."""
         return size
 
     def open(self, comm, model, optimizer, *, global_batch: int, seed: int):

@@ -197,7 +197,10 @@ class Stages:
         self.optimizer.update(gradients, self.optimizer_state, parameters, weight)
 
     def update(self) -> None:
-        """Update the parameters of this stage, unless each round has already updated them."""
+        """Update the parameters of this stage; do nothing with "pipedream".
+
+        With "pipedream", updates are made during the step.
+        """
         if self._at_once:
             return
         self.optimizer.update(self.stage.gradients, self.optimizer_state, self.parameters)

@@ -204,8 +204,9 @@ class Served(WholeModel):
     def part(self, count: int, step: int) -> tuple[int, int]:
         """Return (start, stop) of this worker's samples in a global batch of `count` samples.
 
-        `step` is the number of steps before this step. After a death, all workers keep their old
-        shares of the batches of which the fastest worker has already taken its old share.
+        `step` is the number of steps before this step. A batch is divided among the workers. After
+        a death, batches of which the fastest worker has already taken its part are still divided as
+        before the death.
         """
         for until, workers, worker in self.kept.shares:
             if step < until:
@@ -315,7 +316,7 @@ class Served(WholeModel):
         return self._skipped - before
 
     def stops(self) -> bool:
-        """Whether all workers stop at the step that this worker has reached by skipping steps."""
+        """Whether all workers stop at the step to which this worker has just skipped."""
         return self.agreement.at(self.client.finished, False)
 
     def unfinished(self) -> Pending | None:
@@ -374,7 +375,7 @@ class Served(WholeModel):
         self.group.pause(step)
 
     def serve(self, on_pause) -> None:
-        """On a dedicated server, answer requests until all workers have finished.
+        """On a server that is not a worker, answer requests until all workers have finished.
 
         At each checkpoint, the server calls ``on_pause(step)``, which saves its arrays.
         """
@@ -405,11 +406,11 @@ class Served(WholeModel):
         self.group.close()
 
     def abandon(self, error: BaseException) -> None:
-        """Send servers and workers the error that has ended the run on this rank."""
+        """Send the other ranks the error that has ended the run on this rank."""
         self.group.__exit__(type(error), error, error.__traceback__)
 
     def lost(self, error: BaseException) -> None:
-        """After the death of a rank, end the group; keep the buffers that MPI may still write."""
+        """After the death of a rank, end this exchange; keep buffers that MPI may still write."""
         if self.agreement is not None:
             keep_alive(self.agreement.__dict__)
         self.abandon(error)

@@ -115,7 +115,7 @@ class ParameterServer:
         return bool(self.replicas)
 
     def workers(self, size: int) -> int:
-        """Return how many of `size` ranks are workers; raise ConfigError if there is no worker."""
+        """Return how many of `size` ranks compute gradients; raise ConfigError if none does."""
         servers, workers = choose_ranks(size, ranks_asked(self.servers), self.placement)
         check_copies(self.replicas, len(servers))
         return len(workers)
@@ -132,7 +132,10 @@ class ParameterServer:
 
 
 def check_copies(replicas: int, servers: int) -> None:
-    """Raise ConfigError if there are too few servers to keep the copies."""
+    """Raise ConfigError if there are too few servers to keep copies of each other's parts.
+
+    `replicas` is the number of copies of each part of the model.
+    """
     if replicas >= servers:
         raise ConfigError(
             f"replicas={replicas} needs at least {replicas + 1} servers, got servers={servers}: a "

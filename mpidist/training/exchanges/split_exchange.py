@@ -96,7 +96,10 @@ class SplitStages(Stages):
         return float(values[0]), bool(values[1] > 0)
 
     def state(self, saving: bool) -> dict:
-        """Return the arrays of this stage, without a copy; arrays of split layers as shards."""
+        """Return the arrays of this stage for a checkpoint, without a copy.
+
+        This rank's parts of split layers are `Shard` objects.
+        """
         return self._as_shards(super().state(saving))
 
     def _as_shards(self, tree: Mapping) -> dict:

@@ -23,7 +23,10 @@ class OwnTimes:
         self.client, self._window = client, Window()
 
     def note(self, *seconds: float) -> None:
-        """Record the seconds of each phase of a step; every ten steps, send them with a request."""
+        """Record the seconds of each phase of a step (such as loading data).
+
+        After every ten steps, the times go to the first server with the next request.
+        """
         self._window.note(*seconds)
         mine = self._window.take()
         if mine is not None:
@@ -45,7 +48,10 @@ class Times:
         self._newest: dict[int, tuple[int, int]] = {}
 
     def take(self, rank: int, note: tuple[int, int]) -> None:
-        """Store the nanoseconds per step of worker `rank`; report the workers that are slow."""
+        """Store the times of a worker; if all workers have sent new times, report slow ones.
+
+        `note` has the nanoseconds per step of worker `rank` in each phase of a step.
+        """
         self._newest[rank] = note
         if len(self._newest) < len(self.workers) or len(self.workers) == 1:
             return

@@ -100,7 +100,7 @@ class CarriedServers(Carried):
         """Return None: with parameter servers, nodes keep no copies of the state in memory."""
 
     def open(self, strategy, comm, asked, settings):
-        """Return the object that exchanges gradients, with what servers and workers have kept.
+        """Return the object that exchanges gradients; it begins with what this rank has kept.
 
         Collective.
         """
@@ -159,7 +159,7 @@ class CarriedServers(Carried):
             print(f"mpidist: {text}; {back}", file=sys.stderr, flush=True)
 
     def begin(self, exchange) -> None:
-        """Let a worker pull the parameters, at the beginning and after each death."""
+        """Let a worker fetch the servers' parameters, at the beginning and after each death."""
         exchange.begin()
 
     def interval_from(self, step: int) -> int:

@@ -71,7 +71,7 @@ class ServerRoles:
             raise RankFailure("all workers died; a run with parameter servers needs a worker")
 
     def works(self, rank: int) -> bool:
-        """Whether a rank is a worker."""
+        """Whether a rank is a worker (computes gradients), perhaps besides being a server."""
         if isinstance(self._placement, str) and self._placement == "dedicated":
             return rank not in self.servers
         return rank not in self._only_serve

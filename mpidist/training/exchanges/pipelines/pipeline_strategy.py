@@ -92,7 +92,7 @@ class Pipeline:
             raise ConfigError(f"{each}: these give different numbers of stages; let them agree")
 
     def workers(self, size: int) -> int:
-        """Return how many of `size` ranks are workers."""
+        """Return how many of `size` ranks compute gradients: all."""
         return size
 
     def _ways(self, size: int) -> int:
