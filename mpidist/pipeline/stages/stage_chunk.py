@@ -70,7 +70,7 @@ class Chunk:
 
     @property
     def learns(self) -> bool:
-        """Whether a backward pass is needed: a layer of this or an earlier chunk has parameters."""
+        """Whether a backward pass is needed, since these or earlier layers have parameters."""
         return self.first is None or self.first < len(self.layers)
 
     @property

@@ -318,7 +318,7 @@ class Stages:
         return shared_accuracy(self.comm, hits, used)
 
     def layout(self) -> dict:
-        """Return the grid and the measurements of all ranks, for the summary. Collective.
+        """Return how the model is cut, and measurements of all ranks, for the summary. Collective.
 
         docs/pipelines.md ("What a run reports") explains each entry. Each rank also logs the
         computations of its newest step, for ``mpidist pipeline trace``.
