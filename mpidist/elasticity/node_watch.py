@@ -74,12 +74,12 @@ class NodeWatch:
         self._last_step, self._first = now, False
 
     def begin_steps(self) -> None:
-        """Show the other ranks that this rank does steps from now on, so that it may be late."""
+        """Show the other ranks that this rank does steps from now on, in which it can be late."""
         self._last_step, self._first = time.monotonic(), True
         self.board.show(COMPUTE, self._last_step)
 
     def end_steps(self, phase: int = PLAN) -> None:
-        """Show the other ranks that this rank does no more steps, so that it cannot be late.
+        """Show the other ranks that this rank does no more steps, and must not count as late.
 
         `phase` is what it does instead, by default PLAN, which may take any time.
         """

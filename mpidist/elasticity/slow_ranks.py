@@ -39,8 +39,8 @@ class SlowRanks:
     ----------
     stragglers : Stragglers
     factor : float
-        A rank is slow if its time is `factor` times the median of the other ranks' times. 0 means
-        that no rank is evicted.
+        A rank is slow if its time is more than `factor` times the median of the other ranks' times,
+        and more than 5 ms longer. 0 means that no rank is evicted.
     min_ranks : int
         The smallest number of ranks that must remain.
     board : NodeBoard, optional
@@ -93,9 +93,9 @@ class SlowRanks:
 def slow_ranks(times: np.ndarray, factor: float) -> dict[int, float]:
     """Return {rank: factor}: the ranks that were much slower than the others in ten steps.
 
-    A rank is slow if its time is at least `factor` times the median of the other ranks' times.
-    `times` is an array (ranks, phases): the seconds per step of each phase of a step. The result
-    has, for each slow rank, by which factor it is slower.
+    A rank is slow if its time is more than `factor` times the median of the other ranks' times, and
+    more than 5 ms longer. `times` is an array (ranks, phases): the seconds per step of each phase
+    of a step. The result has, for each slow rank, by which factor it is slower.
     """
     totals = times.sum(axis=1)
     return {

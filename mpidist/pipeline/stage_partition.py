@@ -44,7 +44,7 @@ COSTS: dict[str, Callable] = {
 
 
 class NoPartition(MpidistError):
-    """The model cannot be cut into the wanted number of stages, or not into the workers' memory."""
+    """The model cannot be cut into the wanted number of stages, or they need too much memory."""
 
     exit_code = 1
 
@@ -54,9 +54,10 @@ class StagePlan:
     """One stage of a plan. Times are in seconds for one microbatch, sizes in bytes.
 
     `nodes` are the names of the stage's layers. `seconds` is the time from one microbatch to the
-    next, and `compute_seconds` is the time of a forward and a backward pass. `input_bytes` cross
-    the cut before the stage, and `output_bytes` the cut behind it. A worker keeps the data of
-    `in_flight` microbatches at the same time, which take `memory_bytes`.
+    next, and `compute_seconds` is the time of a forward and a backward pass. `input_bytes` is the
+    number of bytes that the forward pass of a microbatch sends over the cut before the stage, and
+    `output_bytes` that over the cut behind it. A worker keeps the data of `in_flight` microbatches
+    at the same time, which take `memory_bytes`.
     """
 
     nodes: tuple[str, ...]

@@ -65,7 +65,8 @@ class Job:
         A folder on each node, in memory or on a disk. Each checkpoint is written to this folder
         first, and then copied to the folder of the run.
     stop_after
-        Save a checkpoint and stop after this number of steps in all.
+        Save a checkpoint and stop after this number of steps, counted from the beginning of the
+        run.
     microbatches
         Cut every global batch into this number of pieces. The results then have the same bits on
         any number of ranks.

@@ -99,7 +99,8 @@ def train(
         older checkpoints in the folder. If `checkpoint` is a store, do not give "fresh", but open
         the store with ``fresh=True``.
     stop_after : int
-        Save a checkpoint and stop after this many steps in all, as a planned pause.
+        Save a checkpoint and stop, as a planned pause, after this many steps, counted from the
+        beginning of the run.
     microbatches : int
         Cut every global batch into this many pieces, and sum the gradients of the pieces in a fixed
         order. The results then have the same bits on any number of ranks, also if the run is
