@@ -120,9 +120,9 @@ def measure(
     Parameters
     ----------
     forms : sequence of str
-        The ways to call an algorithm, some of `FORMS`: a function, a plan that is made once, or a
-        plan for an arena (memory that all ranks of a node share). Only algorithms that use the
-        shared memory of a node are timed with an arena.
+        The ways to call an algorithm, some of `FORMS`: a function, a plan (an operation that is
+        prepared once), or a plan for an arena (memory that all ranks of a node share). Only
+        algorithms that use the shared memory of a node are timed with an arena.
     cold : bool
         Whether each call uses a vector that is not in the cache.
     consistency : bool

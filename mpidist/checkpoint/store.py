@@ -93,9 +93,9 @@ class CheckpointStore(Store):
         Whether to set aside (ignore) the steps that the folder already holds. The files of ignored
         steps stay, and a method can still read these steps if its argument `history` selects their
         history. With `fresh`, methods that are called without `history` find no step until the
-        first save of this store. A program that may be restarted should either pass True in its
-        first attempt only, or pass the same text in every attempt. The text is a name of the run: a
-        later attempt with the same text continues from the steps that earlier attempts have saved.
+        first save of this store. A program that may be restarted should either pass True at its
+        first start only, or pass the same text at every start. The text is a name of the run: a
+        later start with the same text continues from the steps that earlier starts have saved.
 
     Notes
     -----

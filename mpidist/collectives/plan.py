@@ -25,7 +25,7 @@ from .schedules import algorithms
 
 
 class CachedPlan:
-    """One prepared operation on a 1-D vector: the engine that runs it, and a count of its runs."""
+    """One prepared operation on a 1-D vector: the object that runs it, and a count of its runs."""
 
     #: The number of owners: objects (of `md.plan`, arenas, gradients) that may run the plan at any
     #: time.
@@ -65,7 +65,7 @@ class CachedPlan:
         context.under_way = False
 
     def owned(self):
-        """Return the plan, and count one more owner (an object that uses the plan).
+        """Return this plan (prepared operation), and count one more owner (an object that uses it).
 
         The plan is kept until each owner has called `release`. All ranks must call this method.
         """
@@ -73,7 +73,10 @@ class CachedPlan:
         return self
 
     def release(self) -> None:
-        """Remove an owner; close the plan if it has no other owner. All ranks must call this."""
+        """Remove an owner (user) of this plan; close the plan if it has no other owner.
+
+        All ranks must call this method.
+        """
         self.owners -= 1
         # Operations of a failed communicator never end, so their memory cannot be freed.
         if not (self.owners or self.context.failed or self.context.closed):
@@ -241,7 +244,7 @@ def remember(context: Context, place: tuple, plan: CachedPlan) -> None:
 def make_plan(
     context: Context, x, op, algorithm: str, extra: str = "", slots=None, *, agreed: bool = True
 ) -> AllreducePlan:
-    """Return a new plan for `x` that is not in the cache (see `find`). Collective.
+    """Return a new plan (prepared allreduce) for `x` that is not in the cache. Collective.
 
     For the plan of an arena or of gradients, the text `extra` makes the signature (the description
     of the operation, which the ranks compare) unique. A plan that is not in the cache is freed

@@ -134,12 +134,12 @@ class Context:
         return self.begun + sum(runs.number() for runs in self.runs if runs.numbers)
 
     def operation(self, sequence: int) -> Signature | None:
-        """Return the signature of operation `sequence`; None if it is too old or has not begun."""
+        """Return the description of operation `sequence`; None if too old or not begun."""
         back = self.sequence - sequence
         return self.history[-1 - back] if 0 <= back < len(self.history) else None
 
     def begin(self, signature: Signature, runs: events.Runs | None = None) -> int:
-        """Begin the next operation; the n-th operation must have the same signature on all ranks.
+        """Begin the next operation, which `signature` describes in the same way on all ranks.
 
         Adds one to ``runs.times`` (a count of runs) if `runs` is given. Returns the argument for
         the method `tag`: a number that is equal on all ranks and differs between operations.
@@ -287,7 +287,7 @@ class Context:
         self.statuses.sentence(str(error) if crossed else text, CROSSED if crossed else BROKEN)
 
     def escaped(self, error: BaseException) -> None:
-        """Send `error`, raised before the guard of a public function began, unless it was sent."""
+        """Send `error` to the other ranks, unless a ``with`` block of `call` has sent it."""
         if was_told(error, self) or self.failed or self.closed or self.caller is not None:
             return
         self.raised(error)
@@ -348,7 +348,7 @@ class Context:
         self.plans.pop(key).close()
 
     def end(self, text: str) -> list:
-        """End the context without messages, because a rank has died; return its buffers."""
+        """End this context without messages, because a rank has died; return its buffers."""
         self.ended = text
         open_contexts.remove(self)
         self.give_up(self.failed or text)
@@ -386,7 +386,7 @@ class Context:
 
 
 def of(comm: MPI.Comm) -> Context:
-    """Return the context of `comm`.
+    """Return the context of `comm`, which is mpidist's state for this communicator.
 
     The first call for a communicator makes the context. This first call is collective over `comm`.
     """
@@ -424,7 +424,7 @@ def _forget(comm: MPI.Comm, _keyval: int, _context: Context) -> None:
 
 
 def free(comm: MPI.Comm) -> None:
-    """Free the context of `comm`. Collective over `comm`; a second call does nothing.
+    """Free mpidist's state for `comm`. Collective over `comm`; a second call does nothing.
 
     A program needs `md.free` only for communicators that it frees itself. All other contexts are
     freed at exit.

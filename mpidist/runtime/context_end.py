@@ -4,9 +4,9 @@
     rank 1   close .. all are here      |                |
     rank 2   allreduce ... receives "rank 0 left after 7 operations" and raises MismatchError
 
-Ranks that leave after different numbers of operations raise MismatchError, too. The numbers differ
-if only some ranks have called an operation in which no rank had to wait, such as a broadcast that
-only the root has called.
+The context of a communicator is mpidist's state for it. Ranks that leave after different numbers of
+operations raise MismatchError, too. The numbers differ if only some ranks have called an operation
+in which no rank had to wait, such as a broadcast that only the root has called.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _progress(context, test: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def end_after_death(context) -> list:
-    """Empty a context that ends without messages; return the objects that hold its buffers."""
+    """Empty a communicator's `context` without messages; return the objects with its buffers."""
     kept = [*context.plans.values(), *context.store.values(), context.pool]
     for each in (context.plans, context.quick, context.store):
         each.clear()

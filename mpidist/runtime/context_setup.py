@@ -3,10 +3,10 @@
     barrier | duplicate for data | duplicate for control | a number that stands for the communicator
             | once in a job: a duplicate for the exit barrier
 
-An exception, such as Ctrl-C, may interrupt the making of a context on a rank. When the interrupted
-rank repeats its call, it continues with the interrupted step. If an interrupted rank began with the
-first step (a barrier) again, it would wait in the barrier while the other ranks duplicate the
-communicator, and all ranks would wait for ever.
+The context of a communicator is mpidist's state for it. An exception, such as Ctrl-C, may interrupt
+the making of a context on a rank. When the interrupted rank repeats its call, it continues with the
+interrupted step. If an interrupted rank began with the first step (a barrier) again, it would wait
+in the barrier while the other ranks duplicate the communicator, and all ranks would wait for ever.
 """
 
 from __future__ import annotations

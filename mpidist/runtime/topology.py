@@ -163,9 +163,9 @@ class _Inside(Topology):
 def topology_of(where: MPI.Comm | Context, ranks_per_node: int | None = None) -> Topology:
     """Return the topology of a communicator. The first call for a communicator is collective.
 
-    `where` is a communicator or its context. The first call makes the topology, and the end of the
-    context closes it. If `ranks_per_node` comes from the user, the caller must check first that all
-    ranks pass the same value.
+    `where` is a communicator or its `Context` (mpidist's state for it). The first call makes the
+    topology, and the end of the context closes it. If `ranks_per_node` comes from the user, the
+    caller must check first that all ranks pass the same value.
     """
     context = where if isinstance(where, Context) else of(where)
     key = ("topology", ranks_per_node)

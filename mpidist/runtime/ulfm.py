@@ -108,7 +108,8 @@ class Membership:
     identity : int
         The number of the context of `comm`, equal on all ranks.
     active : sequence of bool
-        Whether each rank of `base` is in `comm`; the others are spares.
+        Whether each rank of `base` is in `comm`; the others are spares, which wait to take the
+        place of a dead rank.
 
     Attributes
     ----------
@@ -287,7 +288,7 @@ class Membership:
         another call. All living ranks get the same answer. A rank that has noticed a death in
         another call does not call `all_here`; its call of `shrink` takes part in the same
         agreement. If the answer is false, all ranks must call `end` and ``shrink(agreed=True)``. If
-        `done` is true, the spares leave the job too.
+        `done` is true, the spares (ranks that wait to replace a dead one) leave the job too.
         """
         try:
             meet()
@@ -298,13 +299,16 @@ class Membership:
         return self._agree(GO_ON | WELL | (DONE if done else 0))
 
     def give_result(self, result: bytes) -> None:
-        """Send a short result to all spares, before they leave; called by one active rank."""
+        """Send a short result to all spares (waiting ranks) before they leave.
+
+        Only one active rank calls this method.
+        """
         for rank, active in enumerate(self.active):
             if not active:  # MPI sends such a short message at once, whatever the spare does
                 keep_alive(result, self.base.Isend([result, MPI.BYTE], rank, _RESULT))
 
     def release(self) -> None:
-        """Tell waiting spares to exit. Collective over `comm`, when its ranks exit.
+        """Tell the spares (waiting ranks) to exit. Collective over `comm`, when its ranks exit.
 
         If only some of the ranks exit, with a nonzero code, these ranks wait for the other ranks
         for `LEAVE_TOGETHER` seconds.
@@ -315,7 +319,9 @@ class Membership:
                 self._obey(self._meet(agreed_bits.exiting(code), patience, _STAND_BY)[0])
 
     def stand_by(self) -> bytes | None:
-        """Wait as a spare; return the result when the work is done, and None after a death.
+        """Wait as a spare (a rank that may replace a dead one) until the work is done.
+
+        Returns the result of the work, or None if a rank has died.
 
         If the result is None, the caller must call `end` and ``shrink(agreed=True)``. If the other
         ranks exit, this rank exits too.

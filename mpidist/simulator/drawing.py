@@ -1,4 +1,7 @@
-"""Show a schedule as text (its messages), or as a picture of what each rank does over time."""
+"""Show a schedule, the steps of all ranks in an allreduce, as text or as a picture.
+
+The text lists the messages, and the picture shows what each rank does over time.
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Reduced(NamedTuple):
 
 
 def simulate(build: Callable, problem: Problem, trace: list | None = None) -> Cost:
-    """Return the cost of an allreduce schedule ``build(size, rank, n, itemsize)``.
+    """Return the cost of an allreduce; ``build(size, rank, n, itemsize)`` returns a rank's steps.
 
     Each message and each reduction is appended to the list `trace`, as `Sent` or `Reduced`.
     """
@@ -57,7 +57,10 @@ def simulate(build: Callable, problem: Problem, trace: list | None = None) -> Co
 
 
 def summary(plans: Sequence[list[Step]], itemsize: int, seconds: float) -> Cost:
-    """Return the cost of the ranks' steps in `plans`; each count is the maximum over the ranks."""
+    """Return the cost of the steps in `plans`; each count is the maximum over the ranks.
+
+    `plans` has the list of steps of each rank, and `seconds` is their simulated time.
+    """
     sends = [[length(s.source) for s in steps if s.kind == SEND] for steps in plans]
     sums = [
         sum(length(s.target) for s in steps if s.kind in (REDUCE, REDUCE_LEFT)) for steps in plans

@@ -64,7 +64,7 @@ class _Told(NamedTuple):
 
 
 class Leader(NamedTuple):
-    """The part of a plan that only rank 0 has.
+    """The part of a save's plan (which rank writes what) that only rank 0 has.
 
     `facts` describes all tensors, and `tensors` is the same description as JSON text for the
     manifest. `nbytes` is the number of bytes of all tensors. `pieces` has, for each writing rank,
@@ -106,7 +106,7 @@ class Begun(NamedTuple):
 
 
 class Planner:
-    """Makes plans for the saves of a store, and uses the last plan again if it still fits.
+    """Plans which rank writes what in a save, and uses the last plan again if it still fits.
 
     Only `begin` is collective.
 
@@ -128,7 +128,7 @@ class Planner:
     def begin(
         self, comm, check: Callable[[], Any], state: Mapping, prepare: Callable[[int, int], None]
     ) -> Begun:
-        """Agree with all ranks on a save of `state`, and on a plan for this save.
+        """Agree with all ranks on a save of `state`, and on a plan: which rank writes what.
 
         Collective over `comm`.
 

@@ -18,7 +18,7 @@ SMALL_BYTES = 8 << 10
 
 
 def plans_of(context: Context, arena: Arena, op, algorithm: str) -> list[AllreducePlan]:
-    """Return a plan (a prepared allreduce) for each vector of `arena`.
+    """Return a plan (prepared allreduce) for each vector of `arena` (tensors in shared memory).
 
     The first call for an arena makes the plans, and is collective.
 

@@ -50,11 +50,11 @@ PIECE_BYTES = 512 << 10
 
 
 class CrossProgram(NodeProgram):
-    """An engine that runs the steps of `node.in_place_allreduce` or `node.in_place_allgather`.
+    """An object that runs the steps of `node.in_place_allreduce` or `node.in_place_allgather`.
 
     In these steps, positions ``[r n, (r + 1) n)`` mean the n elements of the vector of local rank
     r. If the Linux kernel cannot read or write the vector of a rank, this rank writes the address
-    0, and all ranks then run the engine `staged` instead.
+    0, and all ranks then run the algorithm `staged` instead.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class CrossProgram(NodeProgram):
     def run(self, work, key, number: int = 0, divisor=None) -> None:
         """Run all steps on the 1-D vector `work`. Collective over the node.
 
-        The argument `key` identifies the operation. `key` is None if this engine runs the second
+        The argument `key` identifies the operation. `key` is None if this object runs the second
         half of an allreduce; `prepare` has then been called with the same vector.
         """
         gate, rounds = self.gate, self.rounds

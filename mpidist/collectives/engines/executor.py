@@ -108,17 +108,17 @@ class Engine:
 
         `number` is the number of the operation, and `key` is a digest of its kind, dtype and shape.
 
-        An engine whose attribute `divides` is true also divides the sum by `divisor`, unless
-        `divisor` is None.
+        If the attribute `divides` of this object is true, `run` also divides the sum by `divisor`,
+        unless `divisor` is None.
         """
         raise NotImplementedError
 
     def close(self) -> None:
-        """Do nothing: this engine has no memory or MPI requests that it must free."""
+        """Do nothing: this object has no memory or MPI requests that it must free."""
 
 
 class Program(Engine):
-    """An engine that runs a schedule (list of steps) on vectors of `n` elements of one dtype."""
+    """An object that runs a schedule (list of steps) on vectors of `n` elements of one dtype."""
 
     def __init__(self, context, steps: list[Step], n: int, dtype: np.dtype, ufunc: np.ufunc):
         limit = max(1, MAX_MESSAGE // dtype.itemsize)
@@ -132,7 +132,7 @@ class Program(Engine):
         self.counters = _count(steps, dtype.itemsize)
 
     def run(self, work, key, number: int = 0, divisor=None) -> None:
-        """Run the schedule on `work`, in place, and wait for its end. Collective."""
+        """Run the list of steps on `work`, in place, and wait for its end. Collective."""
         context = self.context
         hear_first(context)
         run = Run(self, work, context.tag(number), heading(context, key))
@@ -176,7 +176,7 @@ def ends_within(seconds: float, test: Callable[[], bool]) -> bool:
 
 
 class Run:
-    """One execution of a schedule on `data`, a 1-D contiguous vector that is reduced in place.
+    """One execution of a list of steps on `data`, a 1-D contiguous vector, reduced in place.
 
     The constructor begins the execution; the caller must call `test` until it returns true. `data`
     is in host memory, or in device memory if MPI can send from there. The scratch memory of a run

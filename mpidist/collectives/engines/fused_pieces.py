@@ -1,8 +1,10 @@
 """Buckets: contiguous parts of an arena (shared memory) that are summed during computation.
 
 If each node has one rank, a bucket is summed by an `iallreduce`. If nodes have several ranks, a
-bucket is summed by the algorithm `hierarchical`, in three stages. Two barriers between the ranks of
-a node, which are called the ready line and the done line, separate the stages:
+bucket is summed by the algorithm `hierarchical`, in three stages. Each rank of a node owns one part
+of the bucket; a lane is the group of the ranks, one in each node, that own the same part. Two
+barriers between the ranks of a node, which are called the ready line and the done line, separate
+the stages:
 
     ready line   all ranks of the node have written the bucket -> owner adds its part of all vectors
     lane         the nodes sum this part by messages           -> owner copies it into all vectors
@@ -35,7 +37,7 @@ from .reductions import resolve
 
 
 def can_overlap(arena: Arena, algorithm: str) -> bool:
-    """Whether buckets of `arena` can be summed while the program computes.
+    """Whether buckets (parts) of `arena` can be summed while the program computes.
 
     With one node the result is False, because overlap would save nothing: no messages are sent, and
     the additions need the same processor cores as the backward pass.

@@ -58,7 +58,10 @@ def lane_steps(
 
 
 def total_of(*programs) -> Counters:
-    """Return the summed message and byte counts of the engines in `programs`; skip each None."""
+    """Return the summed message and byte counts of the objects in `programs`; skip each None.
+
+    Each object runs a list of steps, and its attribute `counters` has its counts.
+    """
     total = Counters()
     for program in filter(None, programs):
         total.add(program.counters)
@@ -68,10 +71,10 @@ def total_of(*programs) -> Counters:
 def lane_program(
     context: Context, topology: Topology, n: int, reduction: Reduction, name: str | None = None
 ) -> tuple[slice, Program | None]:
-    """Return the part of a vector that this rank sums between nodes, and the engine for the sum.
+    """Return the part of a vector that this rank sums between nodes, and the object that sums it.
 
     The part is a slice of the `n` elements. The slice is empty on a rank that sums nothing between
-    nodes, because the smallest node has fewer ranks. The engine is None on such a rank, and on all
+    nodes, because the smallest node has fewer ranks. The object is None on such a rank, and on all
     ranks if there is only one node. `name` is the algorithm of the sum; None means a ring or a
     butterfly.
     """
@@ -86,7 +89,7 @@ def lane_program(
 
 
 class Hierarchical(Engine):
-    """An engine that reduces inside nodes, then sums between nodes, then gathers inside nodes."""
+    """An object that reduces inside nodes, then sums between nodes, then gathers inside nodes."""
 
     divides = True
 

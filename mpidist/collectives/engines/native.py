@@ -279,7 +279,7 @@ Calls = Iterable[tuple[Callable, tuple]]
 
 
 class Blocking(Engine):
-    """An engine that makes MPI's blocking calls, after a check that all ranks will make them."""
+    """An object that makes MPI's blocking calls, after a check that all ranks will make them."""
 
     tagged = False
 
@@ -318,7 +318,7 @@ class Blocking(Engine):
 
 
 def blocking_allreduce(context: Context, reduction: Reduction, n: int) -> Blocking:
-    """Return an engine that runs MPI's own allreduce of `n` elements, in place. Collective."""
+    """Return an object that runs MPI's own allreduce of `n` elements, in place. Collective."""
     comm, op, root = context.data, native_op(reduction), context.rank == 0
     piece = max(1, MAX_MESSAGE // reduction.work.itemsize)
 

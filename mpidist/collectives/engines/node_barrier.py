@@ -1,4 +1,4 @@
-"""Memory that the ranks of a node share, a barrier in this memory, and an engine that uses both.
+"""Memory that the ranks of a node share, a barrier in it, and an allreduce that uses both.
 
 `memory_of(context)` allocates this memory once: the counters of a barrier, two areas for short
 vectors of all ranks, and buffers through which long vectors are copied. `NodeBarrier` is the
@@ -85,11 +85,14 @@ class NodeBarrier:
         self.keys = table[:, KEYS], table[:, KEYS + 1]
 
     def announce(self, key: int) -> None:
-        """Write the key of a new operation for the other ranks, which compare it in `check`."""
+        """Write the key (number) of a new operation for the other ranks, which `check` it."""
         self.lines[self.mine + KEYS + (self.count + 1) % 2] = key
 
     def check(self, key: int) -> None:
-        """Raise MismatchError unless all ranks wrote `key`; called after the first barrier."""
+        """Raise MismatchError unless all ranks wrote `key`, the number of the operation.
+
+        This method is called after the first barrier of the operation.
+        """
         if self.many:
             if self.keys[self.count % 2].tobytes() != same_keys(key, len(self.counters)):
                 self.context.disagree()
@@ -246,7 +249,7 @@ def faked_nodes(comm: MPI.Comm) -> int | None:
 
 
 class NodeProgram(Engine):
-    """An engine for one rank's steps of an allreduce in a node, or of half an allreduce.
+    """An object that runs one rank's steps of an allreduce in a node, or of half an allreduce.
 
     The two halves are the reduce-scatter and the allgather of an allreduce. For the second half,
     the argument `key` of `run` is None, because the first half has already checked that all ranks
@@ -266,7 +269,7 @@ class NodeProgram(Engine):
 
 
 class SharedProgram(NodeProgram):
-    """An engine that runs the steps of one rank on vectors in shared memory, between barriers.
+    """An object that runs the steps of one rank on vectors in shared memory, between barriers.
 
     For the positions ``[a, b)`` of a schedule, ``memory[a:b]`` is the array of the values there.
     """

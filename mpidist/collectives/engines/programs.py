@@ -52,7 +52,7 @@ def settle(context: Context, name: str) -> str:
 def make_engine(
     context: Context, signature: Signature, reduction: Reduction, shape, name: str, slots=None
 ):
-    """Return a pair with the engine that runs algorithm `name`, and None. Collective.
+    """Return a pair of an engine (the object that runs algorithm `name`) and None. Collective.
 
     A short engine, which takes the user's array, is the first of the pair: (engine, None). All
     other engines take a 1-D vector, and are the second of the pair: (None, engine).
@@ -123,9 +123,9 @@ def _on_slots(reduction: Reduction, memory: NodeMemory, slots: list) -> Engine:
 
 
 def halves_on_slots(topology: Topology, slots: list, ufunc, gate: NodeBarrier | None = None):
-    """Return two engines that run the two halves of an allreduce in shared memory, in one node.
+    """Return two objects that run the two halves of an allreduce in shared memory, in one node.
 
-    The first engine runs the reduce-scatter, and the second one the allgather. `slots` is the list
+    The first object runs the reduce-scatter, and the second one the allgather. `slots` is the list
     of the vectors of all ranks of the node. `gate` is the barrier at which the ranks of the node
     wait for each other; without it, the caller separates the steps itself.
     """

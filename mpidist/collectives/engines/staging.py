@@ -58,7 +58,7 @@ class _Round(NamedTuple):
 
 
 class StagedProgram(NodeProgram):
-    """An engine that runs one rank's steps of an allreduce in a node, or of half an allreduce.
+    """An object that runs one rank's steps of an allreduce in a node, or of half an allreduce.
 
     `memory` is the shared buffer of the node, as bytes. `form` is "staged" for the whole allreduce,
     and "reduce_scatter" or "allgather" for one half of the allreduce.

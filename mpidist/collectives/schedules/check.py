@@ -61,7 +61,7 @@ class Sums:
 
 
 class ScheduleError(AssertionError):
-    """A schedule is wrong; the message names the rank, the step or the element that is wrong."""
+    """A schedule (list of steps) is wrong; the message names the wrong rank, step or element."""
 
 
 def run(

@@ -1,4 +1,4 @@
-"""Lengths in bytes at which MPI changes its protocol, or at which another schedule is faster.
+"""Lengths in bytes at which MPI changes its protocol, or at which another algorithm is faster.
 
 The lengths are measured (docs/benchmarks.md), and the simulator uses them too.
 """

@@ -23,7 +23,7 @@ def ending(code: int) -> int:
 
 
 def exiting(code: int) -> int:
-    """Return the bits of a rank that exits with `code`; spares exit with the same code."""
+    """Return the bits of a rank that exits with `code`; spare (waiting) ranks exit with it, too."""
     # The bits of the code are inverted, because the spares must get code 0 only if all ranks exit
     # with code 0.
     return GO_ON | LEAVE | (NO_CODE ^ code << _CODE)

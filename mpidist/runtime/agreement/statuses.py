@@ -55,7 +55,7 @@ def neighbours(rank: int, size: int) -> list[int]:
 
 
 class Statuses:
-    """The statuses that one context has sent and received.
+    """The status messages that this rank has sent and received on one communicator.
 
     `awaited` is the number of the operation for which this rank waits; None means the newest
     operation.

@@ -190,8 +190,8 @@ class Arena(Mapping):
         For each rank of this node, a page of memory with the int64 counters of nonblocking
         collectives.
     label : str
-        The number of the arena on the communicator and a hash of its spec. The label is part of
-        the signature of each operation on the arena.
+        The number of the arena on the communicator and a hash of its spec. The label is part of the
+        description of each operation on the arena, which the ranks compare.
     reason : str or None
         The reason why each rank has private memory, or None if the ranks of a node share the
         memory. If the memory is private, ``slots`` has only the vectors of this rank.
