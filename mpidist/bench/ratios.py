@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass
 class Measured:
-    """For each round of a candidate: seconds per call, and counts per call (such as sent bytes).
+    """For each round of a timed operation: seconds and counts (such as sent bytes) per call.
 
     Each value is the largest of all ranks.
     """

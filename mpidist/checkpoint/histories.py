@@ -88,7 +88,7 @@ def _mark_of(name: str) -> Mark | None:
 
 
 class Histories:
-    """The histories of a store, read from one listing of its open folder.
+    """The histories (sequences of saved steps) of a store, read from one listing of its folder.
 
     Attributes
     ----------
@@ -125,12 +125,12 @@ class Histories:
         return filter(self.is_committed, entries)
 
     def numbers(self) -> Iterator[int]:
-        """Return the numbers of the histories that have a committed step, newest first."""
+        """Return the numbers of the histories (branches) with a committed step, newest first."""
         numbers = sorted(self.own, reverse=True)
         return (number for number in numbers if any(self.committed(self.own[number])))
 
     def newest(self) -> int | None:
-        """Return the number of the newest history, or None where no step is committed."""
+        """Return the number of the newest history (branch), or None where no step is committed."""
         return next(self.numbers(), None)
 
     def parts(self, number: int | None) -> Iterator[tuple[int, int]]:
@@ -147,7 +147,7 @@ class Histories:
             number, last = mark.after, min(last, mark.step)
 
     def line(self, number: int | None = None) -> list[Entry]:
-        """Return the step folders that led to the last step of a history, newest first.
+        """Return the step folders that led to the last step of a history (branch), newest first.
 
         The default is the newest history.
         """
@@ -159,11 +159,11 @@ class Histories:
         ]
 
     def everything(self) -> list[Entry]:
-        """Return the step folders of all histories, newest first."""
+        """Return the step folders of all histories (branches), newest first."""
         return sorted((entry for own in self.own.values() for entry in own), reverse=True)
 
     def beginning(self, number: int) -> str:
-        """Return a text for error messages that says after which step a history begins."""
+        """Return a text for error messages that says after which step a history (branch) begins."""
         mark = self.marks.get(number, Mark(number))
         if mark.after is None:
             return f"history {number}"
@@ -182,14 +182,14 @@ class Histories:
         return mark._replace(number=last + 1)
 
     def idle_marks(self, newest: int) -> list[Mark]:
-        """Return the marks of histories older than `newest` that led to no step in the store."""
+        """Return the marks (files) of histories older than `newest` that led to no stored step."""
         needed = {part for number in self.own for part, _ in self.parts(number)}
         return [m for m in self.marks.values() if m.number < newest and m.number not in needed]
 
 
 @contextmanager
 def opened(path: str) -> Iterator[tuple[int, Histories]]:
-    """Keep a store's folder open during the block, and yield it with its histories.
+    """Keep a store's folder open during the ``with`` block; yield it and its `Histories`.
 
     Raises NoCheckpoint if the folder does not exist.
     """
@@ -362,7 +362,7 @@ class Line:
         return first(self._path, step, history, passed)
 
     def latest(self) -> Entry | None:
-        """Return the newest committed step folder of the newest history, or None."""
+        """Return the newest committed step folder of the newest history (branch), or None."""
         with suppress(NoCheckpoint):
             return self.first()
         return None

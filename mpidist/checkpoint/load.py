@@ -37,7 +37,7 @@ _PAUSES = 0.02, 1.0
 
 
 def load(path, step: int | None = None, *, history: int | None = None) -> dict:
-    """Read a checkpoint and return its state as nested dicts of NumPy arrays and extras.
+    """Read a checkpoint and return its state: nested dicts of NumPy arrays and plain values.
 
     Parameters
     ----------

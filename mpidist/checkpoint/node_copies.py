@@ -65,7 +65,8 @@ def invalidate(path: str) -> None:
     """Invalidate the copies on nodes when a run saves to the shared folder without making copies.
 
     Otherwise an old copy could later seem to be newer than the steps of the run that makes no
-    copies, since the history number of the old copy may be the same or higher.
+    copies, since the number of the old copy's history (branch of saved steps) may be the same or
+    higher.
     """
     with suppress(OSError):
         if (Path(path) / ID).exists():
@@ -99,7 +100,7 @@ def arrays(state: Mapping, rank: int) -> dict:
 
 
 def extras(state: Mapping) -> list:
-    """Return the leaves of a state that are not arrays, as (path, value) pairs."""
+    """Return the values of a state that are not arrays, as pairs of a path of keys and a value."""
     return [(path, plain(leaf, path)) for path, leaf in leaves(state) if not has_array(leaf)]
 
 
@@ -157,7 +158,7 @@ def _mark(path: str, entry: steps.Entry) -> tuple[int, dict]:
 
 
 def remove_copies(path: str, newest: tuple[float, ...]) -> None:
-    """Remove a node's copies that are not newer than `newest`, a tuple (history, step).
+    """Remove a node's copies that are not newer than `newest`, a pair of a history and a step.
 
     If no copy is left, remove the folder of the copies too.
     """

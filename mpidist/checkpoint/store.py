@@ -171,7 +171,7 @@ class CheckpointStore(Store):
         MismatchError
             When the ranks disagree on the step, a name, a shape, a dtype or an extra.
         ConfigError
-            When a leaf cannot be saved.
+            When a value in `state` cannot be saved.
         """
         with events.span("checkpoint.save"), self._call("save"):
             save = self._begin(step, state)

@@ -1,6 +1,6 @@
 """Decode the manifest and tables of a checkpoint; check that they list each element exactly once.
 
-An element of an array that no shard file holds, or that two pieces hold, makes the step damaged.
+If an element of an array is in no shard file, or is stored twice, the step counts as damaged.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def decode(data: bytes, contents: Sequence[bytes]) -> Manifest:
     Raises
     ------
     Damaged
-        When a digest, the JSON structure, a name or a size is wrong, or when pieces of an array
-        overlap or elements are in no piece.
+        When a digest, the JSON structure, a name or a size is wrong, or when pieces (stored parts)
+        of an array overlap, or elements are in no piece.
     Unreadable
         When the checkpoint is whole, but this software does not know its format version or one of
         its dtypes.

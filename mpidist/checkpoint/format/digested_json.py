@@ -107,7 +107,7 @@ def integers_of(values) -> tuple[int, ...]:
 
 
 def path_of(value) -> Path:
-    """Return a list of dict keys as a tuple, the path of a leaf.
+    """Return a list of dict keys as a tuple: the path to a value in nested dicts.
 
     Raises Damaged if `value` is not a list of dict keys.
     """

@@ -50,7 +50,7 @@ _MANTISSA = {2: 10, 4: 23, 8: 52}
 
 
 def place(nbytes: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the offset of each piece of data in a shard file, and the end of the last piece.
+    """Return the offset of each piece (part of an array) in a shard file, and the end of the last.
 
     `nbytes` has the number of bytes of each piece.
     """

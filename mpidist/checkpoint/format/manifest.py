@@ -136,7 +136,8 @@ def numbers(rows: np.ndarray) -> bytes:
 def encode_head(file: File, count: int, data: bytes) -> bytes:
     """Return the head of a shard's table file, which describes the bytes after it.
 
-    The bytes after the head are `data`, which lists the `count` pieces in the shard.
+    The bytes after the head are `data`, which lists the `count` pieces (parts of arrays) in the
+    shard.
     """
     head = {"format": TABLE, "version": VERSION}
     body = {**file._asdict(), "crc32": list(file.crc32), "pieces": count, "bytes": len(data)}
@@ -151,8 +152,8 @@ def table_name(shard: str, suffix: str = ".table") -> str:
 def check_head(head: bytes, block: int, digest: bytes) -> Table:
     """Check the `head` of a shard's table, and return the manifest's entry for this table.
 
-    Raises Damaged unless the head describes a complete shard whose list of pieces has the SHA-256
-    `digest`.
+    Raises Damaged unless the head describes a complete shard whose list of pieces (parts of arrays)
+    has the SHA-256 `digest`.
     """
     body = decode_digested(head, "table", "digest")
     with as_damage("table"):
@@ -227,7 +228,11 @@ def version_of(body: dict, form: str, name: str) -> int:
 
 
 def manifest_of(body: dict, listed: list[File], tensors: list[Fact], rows: list) -> Manifest:
-    """Return the Manifest of a decoded JSON `body`, with the pieces in the order of the tensors."""
+    """Return the Manifest of a decoded JSON `body`.
+
+    `rows` are tables of the pieces (stored parts of tensors), which the Manifest has in the order
+    of the tensors.
+    """
     table = piece_table.joined(rows, max([1, *(len(tensor.shape) for tensor in tensors)]))
     table = table[np.argsort(table[:, piece_table.TENSOR], kind="stable")]
     step, block = integer_of(body["step"]), integer_of(body["block"], 1)

@@ -18,7 +18,8 @@ from .state import Fact, Path
 def read(body: dict, tables: Sequence, lines: Sequence[bytes]) -> manifest.Manifest:
     """Return the Manifest that the JSON `body` and the `lines` of its tables hold.
 
-    This function does not check that the pieces of each tensor cover it exactly once.
+    This function does not check that the pieces (stored parts) of each tensor cover it exactly
+    once.
     """
     items = list_of(body["tensors"])
     tensors = [manifest.tensor_of(item["path"], item["dtype"], item["shape"]) for item in items]

@@ -34,7 +34,10 @@ TENSOR, FILE, OFFSET, FLAT, START = range(5)
 
 
 def blank(count: int, dims: int) -> np.ndarray:
-    """Return a new table for `count` pieces of `dims` axes: extents are 1, other columns 0."""
+    """Return a new table for `count` pieces (parts of tensors) of `dims` axes.
+
+    The extents are 1, and all other columns are 0.
+    """
     rows = np.zeros((count, START + 2 * dims), np.int64)
     rows[:, START + dims :] = 1
     return rows
@@ -46,7 +49,7 @@ def axes(rows: np.ndarray) -> int:
 
 
 def joined(tables: Sequence[np.ndarray], dims: int = 1) -> np.ndarray:
-    """Return one table with the rows of all `tables`, and columns for at least `dims` axes."""
+    """Return one piece table with the rows of all `tables`, and columns for `dims` or more axes."""
     dims = max([dims, *map(axes, tables)])
     out = blank(sum(map(len, tables)), dims)
     at = 0
@@ -120,7 +123,7 @@ class Geometry:
 
     @cached_property
     def inside(self) -> np.ndarray:
-        """For each piece, whether it lies inside its tensor."""
+        """For each piece (row of the table), whether it lies inside its tensor."""
         start, extent, full, flat = self.start, self.extent, self.full, self.flat
         good = ((start >= 0) & (extent >= 0) & (extent <= full - start)).all(axis=1)
         if flat.any():
@@ -137,7 +140,7 @@ class Geometry:
 
     @cached_property
     def low(self) -> np.ndarray:
-        """Position of each piece's first element.
+        """Position of the first element of each piece (row of the table).
 
         The positions count through all flattened tensors, laid end to end.
         """
@@ -146,7 +149,7 @@ class Geometry:
 
     @cached_property
     def last(self) -> np.ndarray:
-        """Position just after each piece's last element, counted as in `low`.
+        """Position just after the last element of each piece (row), counted as in `low`.
 
         The value is undefined for an empty piece.
         """
@@ -155,7 +158,7 @@ class Geometry:
 
     @cached_property
     def together(self) -> np.ndarray:
-        """For each piece, whether its elements are contiguous in the flattened tensor."""
+        """For each piece (row), whether its elements are contiguous in the flattened tensor."""
         good, partial = np.ones(len(self.rows), bool), np.zeros(len(self.rows), bool)
         for axis in range(self.grid.dims - 1, -1, -1):
             good &= ~partial | (self.extent[:, axis] == 1)

@@ -106,31 +106,34 @@ class Shard:
 
 
 def is_array(leaf) -> bool:
-    """Whether `leaf` is an array, a NumPy scalar or a DLPack tensor, and not a `Shard`."""
+    """Whether `leaf` (a value of a state) is an array, a NumPy scalar or a DLPack tensor.
+
+    The result is False for a `Shard`.
+    """
     if isinstance(leaf, (np.ndarray, np.generic)) or is_device(leaf):
         return True
     return hasattr(leaf, "__dlpack__") and hasattr(leaf, "__dlpack_device__")
 
 
 def has_array(leaf) -> bool:
-    """Whether `leaf` is an array or a shard; all other leaves are called extras."""
+    """Whether `leaf` (a value of a state) is an array or a `Shard`; others are called extras."""
     return isinstance(leaf, Shard) or is_array(leaf)
 
 
 def array_of(leaf):
-    """Return the array in an array leaf or a shard, without a copy."""
+    """Return the array in `leaf`, which is an array or a `Shard`, without a copy."""
     if isinstance(leaf, Shard):
         return leaf.array
     return np.asarray(leaf) if isinstance(leaf, np.generic) else as_array(leaf)
 
 
 def region_of(leaf) -> Region:
-    """Return the region of the global array that a leaf holds."""
+    """Return the region of the global array that `leaf`, an array or a `Shard`, holds."""
     return leaf.region if isinstance(leaf, Shard) else whole(tuple(array_of(leaf).shape))
 
 
 def shape_of(leaf) -> tuple[int, ...]:
-    """Return the global shape of an array leaf or a shard."""
+    """Return the shape of the global array to which `leaf`, an array or a `Shard`, belongs."""
     return leaf.global_shape if isinstance(leaf, Shard) else tuple(array_of(leaf).shape)
 
 
@@ -143,7 +146,7 @@ def show(path: Path) -> str:
 
 
 def leaves(state: Mapping, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the (path, leaf) pairs of nested dicts in their order; an empty dict is a leaf."""
+    """Yield the (path of keys, value) pairs of nested dicts in order; an empty dict is a value."""
     if not isinstance(state, Mapping):
         raise ConfigError(f"the state must be a dict of arrays, got {type(state).__name__}")
     for key, value in state.items():
@@ -162,7 +165,7 @@ def leaves(state: Mapping, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def tree(items: Iterator[tuple[Path, Any]]) -> dict:
-    """Return the nested dicts of (path, leaf) pairs: the inverse of `leaves`."""
+    """Return the nested dicts of (path of keys, value) pairs: the inverse of `leaves`."""
     state: dict = {}
     for path, leaf in items:
         place = state
@@ -272,12 +275,15 @@ def to_json(value, path: Path = ()):
 
 
 def plain(value, path: Path = ()):
-    """Return the value that an extra has after a save and a restore: a tuple becomes a list."""
+    """Return an extra (a value that is no array) as it is after a save and a restore.
+
+    A tuple becomes a list.
+    """
     return from_json(to_json(value, path))
 
 
 def from_json(value):
-    """Return the extra that `to_json` encoded. Raises CheckpointError for JSON of another form."""
+    """Return the value that `to_json` encoded. Raises CheckpointError for JSON of another form."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):

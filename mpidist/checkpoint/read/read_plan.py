@@ -69,7 +69,7 @@ class RowReadItem(ReadItem):
 
 
 class Places:
-    """The positions of all pieces of each tensor of a checkpoint in the shard files.
+    """The positions in the shard files of all pieces (stored parts) of each tensor of a checkpoint.
 
     Parameters
     ----------

@@ -1,9 +1,9 @@
 """Read byte ranges of shard files, and check every block before its bytes are used.
 
-The reader does not parse HDF5, since the manifest has the offset of each piece of a tensor. A read
-item, which the caller makes, is a range of bytes and the array that these bytes fill. The reader
-handles all read items together, in the order of their positions in the files, so that a block that
-several items need is read and checked once:
+The reader does not parse HDF5, since the manifest has the offset of each piece (stored part) of a
+tensor. A read item, which the caller makes, is a range of bytes and the array that these bytes
+fill. The reader handles all read items together, in the order of their positions in the files, so
+that a block that several items need is read and checked once:
 
     items      w[0:900]      w[900:1000]  b[0:50]  m[0:2000]
     blocks     |   0   |   1   |   2   |   3   |   4   |   5   |    each call reads a few blocks

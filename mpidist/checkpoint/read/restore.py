@@ -70,7 +70,7 @@ class Leaf(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """What a rank asks for in a restore: arguments as texts, and descriptions of leaves to fill.
+    """What a rank asks for in a restore: arguments as texts, and descriptions of values to fill.
 
     If `leaves` is None, the rank wants all arrays of the step whole.
     """
@@ -89,7 +89,8 @@ class FoundStep(NamedTuple):
         are filled together.
     large : whether some rank needs much memory for its read plan, or temporary host memory for
         arrays on devices. The ranks then agree that no rank lacks memory before they read.
-    found : the positions of all pieces, or None if each rank must ask for the pieces that it wants.
+    found : the positions of all pieces (stored parts of arrays), or None if each rank must ask
+        for the pieces that it wants.
     """
 
     entry: Entry

@@ -27,7 +27,7 @@ _ONE_BY_ONE = 4
 
 
 def wanted(comm, leader, tensors: Sequence[Fact], items: list) -> Layout:
-    """Return the part of rank 0's manifest that this rank needs to fill the leaves of `items`.
+    """Return the part of rank 0's manifest that this rank needs to fill the values of `items`.
 
     Collective over `comm`. Only rank 0 uses `leader`, which holds the manifest.
     """
@@ -85,6 +85,6 @@ def _looked_up(
 
 
 def layout_of(found: Manifest, rows: np.ndarray) -> Layout:
-    """Return a `Layout` with the pieces `rows` and the descriptions of the files that hold them."""
+    """Return a `Layout` with the pieces `rows` (stored parts) and descriptions of their files."""
     numbers = np.unique(rows[:, piece_table.FILE]).tolist()
     return Layout(found.block, {number: found.files[number] for number in numbers}, (), rows)

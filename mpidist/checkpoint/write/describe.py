@@ -14,7 +14,7 @@ from .write_plan import Description, Extras
 
 
 class Survey(NamedTuple):
-    """The leaves of a state.
+    """The leaves of a state: the values in its nested dicts.
 
     `arrays` has the leaves that are arrays or shards of arrays. For each leaf in `arrays`, `marks`
     has the path, the dtype, the shape and the region (the index ranges of a shard in the whole
@@ -29,9 +29,9 @@ class Survey(NamedTuple):
 
 
 def survey(state: Mapping) -> Survey:
-    """Return the leaves of `state` as a Survey.
+    """Return the values in the nested dicts of `state` as a Survey.
 
-    Raise ConfigError for a leaf that cannot be saved.
+    Raise ConfigError for a value that cannot be saved.
     """
     arrays, marks, extras = [], [], []
     for path, leaf in leaves(state):

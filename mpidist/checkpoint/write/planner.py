@@ -95,7 +95,7 @@ class Begun(NamedTuple):
     """A save that all ranks have agreed on.
 
     `nonce` is a random number from rank 0, for the name of the temporary folder. Only rank 0 has
-    `extras`, all ranks' leaves that are not arrays.
+    `extras`, the values of all ranks that are not arrays.
     """
 
     step: int

@@ -39,7 +39,7 @@ class Work:
 
     @property
     def writes(self) -> int:
-        """Number of pieces that this rank writes."""
+        """Number of pieces (parts of arrays) that this rank writes."""
         return len(self._share.writes)
 
     @cached_property
@@ -61,35 +61,35 @@ class Work:
 
     @cached_property
     def given_bytes(self) -> list[int]:
-        """Number of bytes of each piece that this rank holds and saves."""
+        """Number of bytes of each piece (part of an array) that this rank holds and saves."""
         return self._nbytes(self._share.gives).tolist()
 
     @cached_property
     def holders(self) -> list[int]:
-        """For each piece that this rank writes, the number of the rank that holds the piece."""
+        """For each part of an array that this rank writes, the number of the rank that holds it."""
         return self._share.writes[:, piece_table.FILE].tolist()
 
     @cached_property
     def written_bytes(self) -> list[int]:
-        """Number of bytes of each piece that this rank writes."""
+        """Number of bytes of each piece (part of an array) that this rank writes."""
         return self._nbytes(self._share.writes).tolist()
 
     @cached_property
     def gaps(self) -> list[int]:
-        """Number of zero bytes after each piece in the shard file."""
+        """Number of zero bytes after each piece (part of an array) in the shard file."""
         sizes = self._nbytes(self._share.writes)
         offsets, end = hdf5_layout.place(sizes)
         return (np.diff(np.append(offsets, end)) - sizes).tolist()
 
     @cached_property
     def around(self) -> tuple[bytes, bytes]:
-        """The bytes of the shard file before the first piece, and those after the last piece."""
+        """The bytes of the shard file before the data of the arrays, and those after the data."""
         rows = self._share.writes
         return hdf5_layout.around(self._facts, rows, hdf5_layout.place(self._nbytes(rows))[1])
 
     @cached_property
     def numbers(self) -> bytes:
-        """The list of the pieces that this rank writes, as bytes for the table of its shard."""
+        """The list of the parts of arrays that this rank writes, as bytes for its table file."""
         return manifest.numbers(self._share.writes)
 
     @cached_property

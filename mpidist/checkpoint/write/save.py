@@ -93,7 +93,7 @@ class Save:
             self._root, self._resources = root, stack.pop_all()
 
     def write(self) -> None:
-        """Write this rank's shard, without MPI.
+        """Write this rank's shard (its file of the step) and the shard's table, without MPI.
 
         If the write fails, this method keeps the error, and `finish` raises it.
         """
@@ -112,7 +112,10 @@ class Save:
             self._data = []
 
     def start(self) -> None:
-        """Start a thread that writes this rank's shard and, on rank 0, commits the step."""
+        """Start a thread that writes this rank's shard and, on rank 0, commits the step.
+
+        A shard is the file of one rank with its part of the step.
+        """
         # The thread is not a daemon thread: it needs the Python interpreter, which therefore waits
         # for the thread before the process ends.
         self._thread = Worker(self._background, "mpidist-save")

@@ -34,12 +34,12 @@ _SMALL, _TOGETHER = 16 << 10, 1 << 20
 
 
 def shard_name(rank: int) -> str:
-    """Return the name of the shard that `rank` writes."""
+    """Return the name of the shard, the file with array data that `rank` writes."""
     return f"shard-{rank:05d}.h5"
 
 
 def failed_name(rank: int) -> str:
-    """Return the name of the file that shows that `rank` has failed to write its shard."""
+    """Return the name of the file that shows that `rank` has failed to write its data."""
     return f"shard-{rank:05d}.failed"
 
 
@@ -67,7 +67,7 @@ class Memory:
 
 
 class WriteOptions(NamedTuple):
-    """The options with which a rank writes its shard.
+    """The options with which a rank writes its shard, a file with array data.
 
     `direct` says whether the bytes bypass the cache of the operating system, where that is
     possible. `sha256` says whether the writer computes the SHA-256 of the shard.
@@ -90,7 +90,7 @@ def copied(work: Work, views: Sequence[Elements], memory: Memory) -> list[Elemen
 
 
 def piece_views(work: Work, arrays: Sequence) -> list[Elements]:
-    """Return the values of each piece that this rank holds and saves, as views of `arrays`.
+    """Return the values of each piece (part) of `arrays` that this rank saves, as views.
 
     If the values of a piece cannot be a view, the result has a function that returns a copy of the
     values.
@@ -111,7 +111,7 @@ def piece_views(work: Work, arrays: Sequence) -> list[Elements]:
 
 
 def receive_buffers(work: Work, rank: int, inbox: Memory) -> list[np.ndarray]:
-    """Return a receive buffer for each piece that `rank` writes and another rank holds."""
+    """Return a buffer for each part of an array that `rank` writes and another rank sends."""
     sizes = zip(work.holders, work.written_bytes, strict=True)
     return inbox.room([nbytes for holder, nbytes in sizes if holder != rank])
 
@@ -119,7 +119,7 @@ def receive_buffers(work: Work, rank: int, inbox: Memory) -> list[np.ndarray]:
 def forward_parts(
     comm, work: Work, data: Sequence[Elements], inbox: Sequence
 ) -> list[Elements] | Exception:
-    """Send the pieces of this rank to the rank that writes them, and receive pieces from others.
+    """Send pieces (parts of arrays) to the rank that writes them, and receive pieces from others.
 
     Collective over `comm`. `inbox` has the buffers from `receive_buffers`. If a rank has too little
     memory, it has already failed in `receive_buffers`, before other ranks wait for its messages.

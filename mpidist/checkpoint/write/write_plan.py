@@ -109,7 +109,10 @@ def agree_on_extras(all_ranks: Sequence[Extras]) -> Extras:
 
 
 def check_names(facts: Sequence[Fact], extras: Sequence[Path]) -> None:
-    """Raise MismatchError or CheckpointError if the paths of tensors and extras collide."""
+    """Raise MismatchError or CheckpointError if the paths of two values of the state collide.
+
+    `facts` describes the tensors, and `extras` has the paths of all other values.
+    """
     both = sorted(show(path) for path in {fact.path for fact in facts}.intersection(extras))
     if both:
         raise MismatchError(f"save: {both} are arrays on some ranks and plain values on others")
@@ -141,7 +144,7 @@ def _same(rank: int, path: Path, value, known: dict, tell) -> None:
 
 
 def writers_of(writers: str | int, nodes: Sequence[int]) -> list[int]:
-    """Return, for each rank, the rank that writes its shards; `nodes` has the node of each rank.
+    """Return, for each rank, the rank that writes its data; `nodes` has the node of each rank.
 
     If `writers` is "all", each rank writes for itself. If `writers` is "node", the first rank of
     each node writes for all ranks of the node. If `writers` is a number, this number of evenly
@@ -180,9 +183,9 @@ def itemsizes(facts: Sequence[Fact]) -> np.ndarray:
 def shares(
     tensors: Tensors, all_ranks: Sequence[Description], writer_of: Sequence[int]
 ) -> list[Share]:
-    """Return, for each rank, which pieces it sends and which it writes in a save.
+    """Return, for each rank, which pieces (parts of arrays) it sends and which it writes in a save.
 
-    Raise CheckpointError if shards overlap or leave a hole.
+    Raise CheckpointError if the shards of an array overlap or leave a hole.
     """
     rows = assign(tensors, all_ranks, writer_of)
     holder, tensor = rows[:, piece_table.FILE], rows[:, piece_table.TENSOR]
@@ -206,7 +209,7 @@ def shares(
 def assign(
     tensors: Tensors, all_ranks: Sequence[Description], writer_of: Sequence[int]
 ) -> np.ndarray:
-    """Return the table of all pieces of a save, in which each element has one writing rank.
+    """Return the table of all pieces (parts of arrays) of a save, with a writing rank for each.
 
     `writer_of` has, for each rank, the rank that writes its data.
 

@@ -158,7 +158,7 @@ class PieceSum:
         self._join((self._next - 1, self._next))
 
     def begin_piece(self, weight: float = 1.0, *, out=None) -> Callable[[int, np.ndarray], None]:
-        """Begin the next piece of this rank, which comes in parts, in main memory.
+        """Begin the next piece (summand) of this rank, which comes in parts, in main memory.
 
         Returns ``add(start, part)``, which adds ``weight * part`` to the elements from `start` on.
         Each element must be added once, before anything else is added. `out` is the array that the
@@ -196,7 +196,7 @@ class PieceSum:
         return add
 
     def next_row(self) -> np.ndarray | None:
-        """Return memory into which the caller may write the next piece, or None.
+        """Return memory into which the caller may write the next piece (summand), or None.
 
         `add_row` then adds this piece; before it, no other piece may be added. The memory has the
         dtype of the additions. The result is None if the tree adds the next piece to an earlier sum
@@ -209,7 +209,7 @@ class PieceSum:
         return None if joins else self.rows[len(self._stack)]
 
     def add_row(self, weight: float = 1.0) -> None:
-        """Add what the caller has written into `next_row`, times `weight`, as the next piece."""
+        """Add what the caller has written into `next_row`, times `weight`, as the next summand."""
         self._take(1)
         self._weigh()
         fixed_tree.push(self._stack, (self._next - 1, self._next), self.pieces)
@@ -279,7 +279,7 @@ class PieceSum:
                 self._ahead = self._message_plan(self.held * self.n).owned()
 
     def begin(self) -> None:
-        """Begin to send the sums of this rank, which has added all its pieces. Collective.
+        """Begin to send the sums of this rank, which has added all its vectors. Collective.
 
         `finish` then only waits for the total. If `prepare` was not called, `begin` does nothing,
         and `finish` does all the work.
@@ -296,7 +296,7 @@ class PieceSum:
             self._run.test()
 
     def finish(self, out, votes=()) -> None:
-        """Write the sum over all pieces into `out`. Collective; every rank gets the same bits.
+        """Write the sum over all vectors into `out`. Collective; every rank gets the same bits.
 
         Every rank, even one without pieces, passes `votes`: a few numbers to add over the ranks.
         The last elements of `out` are the sums of all ranks' `votes`.

@@ -170,13 +170,16 @@ class StagedProgram(NodeProgram):
             self.gate.check(key)
 
     def stage(self, t: int, x: Matrices) -> None:
-        """Copy piece `t` of each other owner's part to the shared buffer that the owner reads."""
+        """Copy this rank's values of the pieces `t` that other ranks sum to shared memory.
+
+        The rank that sums a piece reads the values there.
+        """
         start = t * self.piece
         for matrix, owners, length, inbox, _ in self._round(t).others:
             inbox[...] = x[matrix][owners, start : start + length]
 
     def add(self, t: int, x: Matrices) -> None:
-        """Add the other ranks' pieces to piece `t` of this rank's part."""
+        """Add the other ranks' values to piece `t` of the part that this rank sums."""
         _, _, block, rows = self._round(t)
         if block is None:
             return
@@ -195,7 +198,10 @@ class StagedProgram(NodeProgram):
                 mine[...] = out[:1]
 
     def publish(self, t: int, x: Matrices, divisor) -> None:
-        """Copy the sum of piece `t` of this rank's part, divided for a mean, to shared memory."""
+        """Copy the sum of piece `t` of this rank's part to shared memory.
+
+        For a mean, the sum is divided by `divisor` first.
+        """
         block = self._round(t).mine
         if block is not None:
             mine = self._mine(t, x, block)

@@ -53,7 +53,7 @@ from .schedule import REDUCE, Range, Step, combine, copy, length, node_sync, rec
 
 
 def cuts(pieces: int, ranks: int) -> list[int]:
-    """Return ``ranks + 1`` bounds; rank r gets the pieces from bound r up to bound r + 1.
+    """Return ``ranks + 1`` bounds; rank r gets the vectors from bound r up to bound r + 1.
 
     No rank gets more than ``ceil(pieces / ranks)`` pieces, because all ranks wait for the rank with
     the most work. Within the limit of ``ceil(pieces / ranks)`` pieces, each range ends at a
@@ -89,7 +89,7 @@ def push(stack: list[Range], node: Range, pieces: int) -> int:
 
 
 def partials(start: int, stop: int, pieces: int) -> list[Range]:
-    """Return the tree nodes whose sums a rank has after it has added the pieces [start, stop)."""
+    """Return the tree nodes whose sums a rank has after it has added the vectors [start, stop)."""
     stack: list[Range] = []
     for piece in range(start, stop):
         push(stack, (piece, piece + 1), pieces)
@@ -97,9 +97,9 @@ def partials(start: int, stop: int, pieces: int) -> list[Range]:
 
 
 def vectors_held(start: int, stop: int, pieces: int) -> int:
-    """Return the largest number of vectors that a rank keeps while it adds pieces [start, stop).
+    """Return the largest number of vectors that a rank keeps while it adds vectors [start, stop).
 
-    The result is 1 for a rank without pieces.
+    The result is 1 for a rank without vectors.
     """
     stack: list[Range] = []
     most = 1
@@ -110,7 +110,7 @@ def vectors_held(start: int, stop: int, pieces: int) -> int:
 
 
 def reduce(size: int, rank: int, n: int, *, root: int = 0) -> list[Step]:
-    """Return steps that give the root the sum, in the order of a tree with one piece per rank.
+    """Return steps that give the root the sum, in the order of a tree with one vector per rank.
 
     If a tree node covers a range of ranks that contains the root, the root computes the node's sum;
     otherwise the lowest rank of the range does. Another root changes which rank computes a sum, but
@@ -138,10 +138,10 @@ def reduce(size: int, rank: int, n: int, *, root: int = 0) -> list[Step]:
 
 
 def allreduce(size: int, rank: int, n: int, *, segments: int = 1, itemsize: int = 4) -> list[Step]:
-    """Return steps that give every rank the sum, in the order of a tree with one piece per rank.
+    """Return steps that give every rank the sum, in the order of a tree with one vector per rank.
 
-    A piece is a vector to add. Each rank's block is cut into `segments` ranges, so that a range can
-    be added while the next one is being sent.
+    Each rank's block is cut into `segments` ranges, so that a range can be added while the next one
+    is being sent.
     """
     return piecewise(size, rank, n, size, segments=segments, itemsize=itemsize)
 
@@ -156,7 +156,7 @@ def piecewise(
     segments: int = 1,
     itemsize: int = 4,
 ) -> list[Step]:
-    """Return steps that give every rank the sum over all pieces, at positions ``[0, n)``.
+    """Return steps that give every rank the sum over all pieces (vectors), at positions ``[0, n)``.
 
     A rank with k partial sums holds them one after the other at the positions ``[0, k n)``. A rank
     without pieces adds numbers only to the last `votes` elements of the total; it holds these

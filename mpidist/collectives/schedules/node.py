@@ -57,7 +57,7 @@ FLAT_BYTES = 128 << 10
 
 
 def piece_bytes(size: int) -> int:
-    """Return the distance in bytes between pieces in shared buffers; it is equal for all dtypes.
+    """Return the distance in bytes between the pieces of vectors in shared buffers, for all dtypes.
 
     If the distance between pieces depended on the dtype, one call could overwrite data that a slow
     rank still reads for an earlier call with another dtype.
