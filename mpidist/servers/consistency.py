@@ -320,7 +320,7 @@ class ConsistencyGate:
     def follow(self, decision: Any) -> list[Action]:
         """Record a decision that the first server has sent; return the actions that it allows.
 
-        Only in modes in which the first server decides for all servers.
+        It is called only in modes in which the first server decides for all servers.
         """
         raise ProtocolError(f"{self.consistency}: no server decides for the others: {decision}")
 

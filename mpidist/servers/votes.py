@@ -33,10 +33,11 @@ Actions = list[Action]
 
 
 class Votes:
-    """Lets one server apply a clock only when all servers have its pushes, by votes.
+    """Lets one server apply a clock (step) only when all servers have its pushes, by votes.
 
-    The models are those whose mode holds pushes until all workers have finished the clock (step):
-    BSP and SSP(0). The docstring of the module explains why servers vote in elastic runs.
+    A vote is a message to all other servers that this server has all pushes of a clock. The models
+    are those whose mode holds pushes until all workers have finished the clock: BSP and SSP(0). The
+    docstring of the module explains why servers vote in elastic runs.
 
     Parameters
     ----------

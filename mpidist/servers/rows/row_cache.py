@@ -125,7 +125,7 @@ class CachedTable:
 class OwnUpdate:
     """Applies a worker's own push to its cached rows, as the servers apply it to theirs.
 
-    Only for optimizers that add a constant multiple of the gradient to the parameters.
+    It works only with optimizers that add a constant multiple of the gradient to the parameters.
     """
 
     def __init__(self, optimizer):

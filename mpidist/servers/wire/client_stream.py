@@ -155,7 +155,7 @@ def can_share(gradients: Mapping[str, np.ndarray], out: Mapping[str, np.ndarray]
 
 
 class CopiedPush:
-    """A push without a pull, in pieces, of which a few copies are sent at the same time.
+    """Sends a push without a pull in pieces, from copies of a few pieces at a time.
 
     Each piece is copied just before it is sent. So the worker needs memory for only `WINDOW`
     pieces, and may change its gradients as soon as MPI has all pieces. A push must not wait for a

@@ -85,7 +85,7 @@ def piece_limit(hosts: Collection[str], nbytes: int) -> int:
 def cut_shard(layout: ServerLayout, server: int, limit: int) -> list[WirePiece]:
     """Return the pieces in which the parameters that `server` holds are sent.
 
-    Each piece has at most `limit` bytes (rounded to 8).
+    Each piece has at most `limit` bytes, rounded down to a multiple of 8.
     """
     limit = max(_ALIGN, limit // _ALIGN * _ALIGN)
     found: list[WirePiece] = []
