@@ -134,11 +134,12 @@ def elementwise(
         `rate` is the learning rate times the update's `weight`. These scalars are computed once per
         update in double precision; the kernel gets them in the dtype of the parameter.
     kernel
-        ``kernel(parameter, gradient, *slots, scratch, *coefficients)`` works in place on one piece
-        of the parameter and of the state arrays; `scratch` is an uninitialised array of the shape
-        and dtype of the piece.
+        ``kernel(parameter, gradient, *slots, scratch, *coefficients)`` works in place on some
+        elements of the parameter and the same elements of the state arrays; `scratch` is an
+        uninitialised array of their shape and dtype.
     rows
-        "lazy", or "exact" if the kernel changes nothing where the gradient is zero.
+        See `Optimizer.rows`: "lazy", or "exact" if the kernel changes nothing where the gradient is
+        zero.
     """
     schedule = as_schedule(lr)
 

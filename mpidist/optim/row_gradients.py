@@ -5,8 +5,9 @@
                 2 . . .                # # #
                 3 # # #
 
-The kernel of the optimizer works on copies of the rows that have a gradient, of the parameter and
-of the state. The copies are then written back. The other rows are neither read nor written.
+The rows of the parameter and of the state that have a gradient are copied. The kernel (the function
+of the optimizer that computes the update) works on the copies, which are then written back. The
+other rows are neither read nor written.
 """
 
 from __future__ import annotations

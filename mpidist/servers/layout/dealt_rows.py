@@ -9,9 +9,9 @@ other shares, a period of up to 256 rows is repeated, in which each server has t
 to its share, spread evenly. A server with share 0 has no turn.
 
 The dealt order lists all rows of the first server, then all rows of the second server, and so on.
-Messages and shards use only the dealt order, in which each server has one range of rows, as of any
-other tensor. Clients translate between the user's row numbers and the dealt order. Saved pieces
-have the user's row numbers. This module uses no MPI.
+Messages, and the arrays of the servers, use only the dealt order, in which each server has one
+range of rows, as of any other tensor. Clients translate between the user's row numbers and the
+dealt order. Rows that are saved in a checkpoint have the user's numbers. This module uses no MPI.
 """
 
 from __future__ import annotations
