@@ -252,7 +252,9 @@ class Plan(partial):
     context: Context
 
     def close(self) -> None:
-        """Free the memory of the plan; a later call of the plan raises. All ranks must call it.
+        """Free the memory of this prepared allreduce. All ranks must call this method.
+
+        A later call of the plan raises ClosedError.
 
         A second call of ``close`` does nothing.
         """

@@ -103,12 +103,12 @@ def wait_until(
 
 
 class ElasticWait:
-    """What a wait with a loop of its own must do in an elastic program.
+    """What a wait that has a loop of its own, not `wait_until`, must do in an elastic program.
 
-    A wait with a loop of its own must notice when a rank has died, and must show the other ranks of
-    the node that this rank waits. A wait of less than a millisecond need not do this. A server that
-    answers requests while it waits still counts as waiting. So the other ranks do not take the
-    server for a late rank, and do not remove it.
+    An elastic program goes on after a rank has died. A wait that lasts longer than a millisecond
+    must therefore notice when a rank has died, and must show the other ranks of the node that this
+    rank waits. A server that answers requests while it waits still counts as waiting. So the other
+    ranks do not take the server for a late rank, and do not remove it.
     """
 
     _EVERY = 0.001  # seconds between two calls of `look`

@@ -167,7 +167,7 @@ class Geometry:
 
 
 def untiled_tensor(shapes: Sequence[Shape], rows: np.ndarray) -> tuple[int, str] | None:
-    """Find a tensor whose pieces overlap or leave a hole; return its number and a description.
+    """Find a tensor whose stored parts overlap or leave a hole; return its number and a text.
 
     Returns None if there is no such tensor.
 

@@ -61,7 +61,8 @@ class PieceSum:
     pieces : int
         The number of vectors of all ranks together, at least 1; a rank may have none.
     votes : int
-        How many of the last elements are sums over the ranks instead of the pieces, see `finish`.
+        How many elements at the end of the result are sums over the ranks, and not over the
+        vectors: every rank, even one without vectors, passes these numbers to `finish`.
     like : array, optional
         A device array if the vectors are on a device.
 

@@ -340,7 +340,10 @@ class Statuses:
                 self._tell(self._left(), [other.rank])
 
     def take_the_rest(self) -> None:
-        """Receive the statuses that have been sent, and free the buffers of completed sends."""
+        """Receive all status messages that other ranks have sent to this rank so far.
+
+        The method also frees the buffers of this rank's completed sends.
+        """
         self.closing = True
         self.listen()
         self._outbox = [pair for pair in self._outbox if not pair[0].Test()]
