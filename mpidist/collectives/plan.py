@@ -248,8 +248,9 @@ def make_plan(
 
     For the plan of an arena or of gradients, the text `extra` makes the signature (the description
     of the operation, which the ranks compare) unique. A plan that is not in the cache is freed
-    together with its owner (the object that uses the plan), even if the owner was never closed. The
-    docstring of `AllreducePlan` explains `slots`.
+    together with its owner (the object that uses the plan), even if the owner was never closed. If
+    `x` is in an arena (shared memory), `slots` is the list of the vectors of all ranks of this
+    node.
     """
     shape, dtype = x.shape, x.dtype if x.dtype.isnative else x.dtype.newbyteorder("=")
     algorithms.check_name(algorithm, algorithms.ALLREDUCE)

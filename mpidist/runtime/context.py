@@ -231,7 +231,7 @@ class Context:
             raise
 
     def disagree(self, sequence: int | None = None) -> None:
-        """Raise MismatchError: received data show that the ranks are in different operations."""
+        """Raise MismatchError, as received data show that ranks are in different operations."""
         self.statuses.disagree(sequence)
 
     # -- exceptions --------------------------------------------------------------------

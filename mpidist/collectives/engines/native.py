@@ -268,7 +268,10 @@ class Handshake:
 
 
 def handshake(context: Context) -> Handshake:
-    """Return the handshake of a communicator; the first call makes it, and is collective."""
+    """Return the `Handshake` of a communicator; the first call makes it, and is collective.
+
+    With the handshake, the ranks check that all of them will make the same blocking call.
+    """
     if "handshake" not in context.store:
         context.store["handshake"] = Handshake(context)
     return context.store["handshake"]

@@ -244,8 +244,9 @@ class PieceSum:
             self._join((start, stop))
 
     def add_node(self, node: tuple[int, int], vector) -> None:
-        """Add `vector`, the sum of the pieces ``node[0]`` to ``node[1] - 1``, instead of these
-        pieces.
+        """Add `vector`, the sum of the pieces ``node[0]`` to ``node[1] - 1``, in place of these.
+
+        A piece is one of the vectors to add.
 
         `node` must be a node of the tree, and its pieces must be the next pieces of this rank. The
         caller may change `vector` after the call.

@@ -128,7 +128,7 @@ class Statuses:
             self._tell(said._replace(signature=words), [status.rank])
 
     def disagree(self, sequence: int | None = None) -> None:
-        """Raise MismatchError: received data show that the ranks are in different operations.
+        """Raise MismatchError, as received data show that ranks are in different operations.
 
         `sequence` is the number of the operation of this rank; the default is its newest operation.
         """
