@@ -64,7 +64,6 @@ def test_every_parameter_has_a_case(name):
     assert set(inspect.signature(getattr(md, name)).parameters) - MAY_DIFFER == set(CASES[name])
 
 
-@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(("name", "parameter", "value", "words"), ALL)
 def test_all_ranks_raise(comm, name, parameter, value, words):
@@ -98,7 +97,6 @@ def test_all_ranks_raise(comm, name, parameter, value, words):
 WEIGHTS = {"-1": "weight=-1.0", "nan": "weight=nan", "text": "weight=nan", "none": "reduce"}
 
 
-@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("again", [False, True], ids=["first", "prepared"])
 @pytest.mark.parametrize("weight", WEIGHTS)
