@@ -11,6 +11,14 @@ from mpidist.launch.launchers import launch
 
 #: The launch of a short program waits for its launcher half of the time.
 AT_ONCE = 3
+#: Tests that take 10 s and more begin first, so that none goes on alone when the others have ended.
+LONG = ("comparison", "held_up", "checkpoint_restart", "launch_requests", "readme_restarts")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Put the longest tests first; files with fixtures for all of their tests come before them."""
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
 
 
 def pytest_terminal_summary(terminalreporter):
