@@ -40,7 +40,7 @@ def digits(
     if not 0 < test < len(labels):
         raise ConfigError(f"digits: test is {test}, expected from 1 to {len(labels) - 1}")
     chosen = stratified(labels, test, seed)
-    rest = np.setdiff1d(np.arange(len(labels)), chosen)
+    rest = np.setdiff1d(np.arange(len(labels)), chosen, assume_unique=True)
     train = ArraySource(images[rest], labels[rest])
     return distorted(train, distort), ArraySource(images[chosen], labels[chosen])
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import events
+from ..arrays import medians
 from ..launch import binding
 from ..runtime import polling
 from ..runtime.polling import wait_until
@@ -64,11 +65,11 @@ def find_stragglers(
     """
     totals = times.sum(axis=1)
     found = []
-    for rank, total in enumerate(totals):
+    for rank, total in enumerate(totals if len(totals) > 1 else ()):
         others = np.delete(times, rank, axis=0)
-        usual = float(np.median(others.sum(axis=1)))
+        usual = float(medians(others.sum(axis=1)))
         if total > factor * usual and total - usual > LEAST:
-            phase = int(np.argmax(times[rank] - np.median(others, axis=0)))
+            phase = int(np.argmax(times[rank] - medians(others)))
             found.append(Straggler(rank, phases[phase], float(total - usual)))
     return found
 

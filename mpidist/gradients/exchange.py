@@ -26,7 +26,7 @@ from typing import NoReturn
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import work_dtype
+from ..arrays import medians, work_dtype
 from ..collectives.engines import arena_sum
 from ..collectives.engines.fused_pieces import bucket, can_overlap
 from ..collectives.engines.node_barrier import faked_nodes
@@ -351,7 +351,7 @@ class Gradients:
             for handle in self._active:
                 handle.wait()
             seconds.append(time.perf_counter() - began)
-        slowest = np.array([np.median(seconds[1:])])
+        slowest = np.array([medians(seconds[1:])])
         self.context.wait(self.context.control.Iallreduce(MPI.IN_PLACE, slowest, MPI.MAX).Test)
         self.alone_seconds = float(slowest[0])
         self._next, self._active = 0, []

@@ -1,14 +1,17 @@
 """arrays.py without a GPU: which arrays it accepts, and the order of copies to a device."""
 
 import itertools
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import fake_cupy
 import ml_dtypes
 import numpy as np
 import pytest
+from python_path import python_path
 
 from mpidist import arrays, tensors
 from mpidist.errors import ConfigError
@@ -171,6 +174,30 @@ def test_dtypes_have_names_of_torch():
     assert tensors.dtype_of("bfloat16") == tensors.dtype_of("torch.bfloat16") == ml_dtypes.bfloat16
     with pytest.raises(TypeError):
         tensors.dtype_of("torch.nothing")
+
+
+def test_unique_numbers_and_medians_are_those_of_numpy():
+    rng = np.random.default_rng(5)
+    for n in range(1, 8):
+        x = rng.integers(0, 4, (n, 3))
+        np.testing.assert_array_equal(arrays.unique_numbers(x[:, 0]), np.unique(x[:, 0]))
+        np.testing.assert_array_equal(arrays.medians(x), np.median(x, axis=0))
+        assert arrays.medians([*x[:, 0]]) == np.median(x[:, 0])
+
+
+def test_a_start_does_not_import_masked_arrays(tmp_path):
+    """9 ms of each rank, where NumPy imports `np.ma` only when it is used."""
+    code = (
+        "import sys, numpy\nbefore = 'numpy.ma' in sys.modules\n"
+        "from checkpoint_solo import resumed, state_of\n"
+        "from mpidist.data.digits import digits\n"
+        "from mpidist.fault_tolerance.stragglers import find_stragglers\n"
+        "digits()\nfind_stragglers(numpy.ones((3, 2)))\n"
+        "store = resumed(sys.argv[1])\nstore.save(1, state_of(1))\nstore.restore()\n"
+        "assert before or 'numpy.ma' not in sys.modules\n"
+    )
+    env = {**os.environ, "PYTHONPATH": python_path(Path(__file__).parent)}
+    subprocess.run([sys.executable, "-c", code, tmp_path], env=env, check=True, timeout=60)
 
 
 def test_bfloat16_without_ml_dtypes_says_what_is_missing():

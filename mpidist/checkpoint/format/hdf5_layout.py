@@ -26,6 +26,7 @@ from struct import pack
 
 import numpy as np
 
+from ...arrays import unique_numbers
 from . import piece_table
 from .state import Fact, named_dtype, show
 
@@ -177,7 +178,7 @@ def _headers(facts: Sequence[Fact], tensor, rows, dtypes: list[str], places, at:
     of = [forms.setdefault((fact.dtype, len(fact.shape)), len(forms)) for fact in facts]
     form = 2 * np.array(of, np.int64)[tensor] + (rows[:, piece_table.FLAT] != 0)
     addresses, parts = np.empty(len(rows), np.int64), []
-    for number in np.unique(form).tolist():
+    for number in unique_numbers(form).tolist():
         (dtype, ndim), flat = list(forms)[number // 2], bool(number % 2)
         which = np.flatnonzero(form == number)
         shapes = np.array([facts[i].shape for i in tensor[which].tolist()], np.int64)

@@ -23,6 +23,7 @@ from math import prod
 
 import numpy as np
 
+from ...arrays import unique_numbers
 from .digested_json import BIG
 from .regions import Box, Flat, Region, Shape, untiled
 
@@ -218,7 +219,7 @@ def _unseparated(it: Geometry, which: np.ndarray) -> np.ndarray:
     """
     group = it.tensor[which]
     while len(which):
-        before = len(np.unique(group))
+        before = len(unique_numbers(group))
         for axis in range(it.grid.dims):
             start, extent = it.start[which, axis], it.extent[which, axis]
             order = np.lexsort((start, group))
@@ -235,7 +236,7 @@ def _unseparated(it: Geometry, which: np.ndarray) -> np.ndarray:
         alone[number[count == 1]] = True
         left = ~alone[group] | it.flat[which]
         if len(number) == before or not left.any():
-            return np.unique(it.tensor[which[left]])
+            return unique_numbers(it.tensor[which[left]])
         which, group = which[left], group[left]
     return which
 
@@ -326,7 +327,7 @@ def _axis(grid: Grid, piece: Geometry) -> np.ndarray:
     best, most = np.full(len(split), -1), np.zeros(len(split), np.int64)
     boxes = np.flatnonzero(split[piece.tensor] & ~piece.flat)
     for axis in range(grid.dims):
-        different = np.unique(grid.base[piece.tensor[boxes]] + piece.start[boxes, axis])
+        different = unique_numbers(grid.base[piece.tensor[boxes]] + piece.start[boxes, axis])
         starts = np.diff(np.searchsorted(different, np.append(grid.base, BIG)))
         better = split & (starts > most)
         best[better], most[better] = axis, starts[better]

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ...arrays import unique_numbers
 from ..control import run_on_all
 from ..format import piece_table
 from ..format.manifest import Layout, Manifest
@@ -86,5 +87,5 @@ def _looked_up(
 
 def layout_of(found: Manifest, rows: np.ndarray) -> Layout:
     """Return a `Layout` with the pieces `rows` (stored parts) and descriptions of their files."""
-    numbers = np.unique(rows[:, piece_table.FILE]).tolist()
+    numbers = unique_numbers(rows[:, piece_table.FILE]).tolist()
     return Layout(found.block, {number: found.files[number] for number in numbers}, (), rows)

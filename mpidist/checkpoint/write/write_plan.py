@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...arrays import unique_numbers
 from ...errors import CheckpointError, MismatchError
 from ...partition import BlockPartition
 from ..format import hdf5_layout, piece_table
@@ -269,7 +270,7 @@ def _cut(group: np.ndarray, ranks: Sequence[int], facts: Sequence[Fact], dims: i
     # A bound that lies inside an element is moved to the beginning of the element.
     at = np.searchsorted(byte_ends, bounds, "right").clip(max=len(group) - 1)
     cuts = (ends - count)[at] + (bounds - (byte_ends - size * count)[at]) // size[at]
-    points = np.unique(np.concatenate([[0], ends, cuts]))
+    points = unique_numbers(np.concatenate([[0], ends, cuts]))
     rows = piece_table.blank(len(points) - 1, dims)
     if not len(rows):
         return rows

@@ -24,7 +24,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ... import events, partition
-from ...arrays import is_device
+from ...arrays import is_device, medians
 from ...collectives.allreduce import allreduce
 from ...collectives.engines.piecewise import PieceSum
 from ...errors import ConfigError
@@ -229,9 +229,9 @@ class PieceReplicas(Replicas):
             measured[1] = time.perf_counter() - start
         # The first round is left out, because it includes the time for new connections, page faults
         # and the choice of an algorithm.
-        medians = np.median(seconds[1:], axis=0)
-        self.comm.Allreduce(MPI.IN_PLACE, medians, MPI.MAX)
-        ordered, plain = (round(float(median) * 1e6, 1) for median in medians)
+        each = medians(seconds[1:])
+        self.comm.Allreduce(MPI.IN_PLACE, each, MPI.MAX)
+        ordered, plain = (round(float(median) * 1e6, 1) for median in each)
         self.price = {
             "microbatches": self.pieces,
             "ordered_us": ordered,
