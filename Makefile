@@ -75,8 +75,9 @@ test: $(VENV)/.test
 test-all:
 	$(MAKE) CASES= test
 
+# Three at a time on two cores, for half of their time goes by in waits.
 test-unit: $(VENV)/.test
-	nice -n 19 $(BIN)/python -m pytest -q -n 2 tests/unit $(CASES) $(PYTEST_ARGS) $(AGAIN)
+	nice -n 19 $(BIN)/python -m pytest -q -n 3 tests/unit $(CASES) $(PYTEST_ARGS) $(AGAIN)
 
 # In several jobs: what tests break off is never freed, and MPICH has 2,048 communicators in a process:
 # all cases need seven jobs there. Two at a time, the longest first, for ranks wait for each other.

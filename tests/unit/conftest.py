@@ -11,13 +11,13 @@ def pytest_configure(config):
     """A worker that shall be nice is nice to the jobs of other sessions, too.
 
     Linux may group processes by session and divide the cores among the groups first (autogroup):
-    niceness counts only within a group. The cluster's jobs have sessions of their own. But a third
-    of the share of one of them is left, for tests here have deadlines, too.
+    niceness counts only within a group. The cluster's jobs have sessions of their own. But a
+    quarter of the share of one of them is left, for tests here have deadlines, too.
     """
     if hasattr(config, "workerinput") and os.nice(0) > 0:
         with contextlib.suppress(OSError):
             os.setsid()
-            Path("/proc/self/autogroup").write_text("5")
+            Path("/proc/self/autogroup").write_text("6")
 
 
 @pytest.fixture(autouse=True, scope="session")
