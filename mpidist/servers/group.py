@@ -236,9 +236,7 @@ class ServerGroup(OnlineShares):
 
     def hosted(self, name: str) -> tuple[Server, Hosted] | None:
         """Return this rank's `Server` and its part of a model; None if the rank is no server."""
-        if self._server is None:
-            return None
-        return self._server, next(each for each in self._server.models if each.name == name)
+        return None if self._server is None else (self._server, self._hosted(name))
 
     # -- serving, pausing ------------------------------------------------------------------
 
