@@ -1,6 +1,7 @@
 """Messages of parameter servers: rows, cut messages, several models, whole updates, counts."""
 
 import enum
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -292,6 +293,26 @@ def test_arrays_of_any_kind(comm, xp):
             assert strided.tolist() == [-1] * 4
             got = client.pull({"w": [11, 0]}, out={"w": xp.zeros((2, 5), "f4")})["w"]
             np.testing.assert_array_equal(np.asarray(got.tolist()), start["w"][[11, 0]] - 2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("turned", [0, 1])
+def test_strides_that_are_set_between_two_calls(comm, turned):
+    """The transpose of an array counts, although a small push_pull remembers its memory."""
+    with md.ServerGroup(comm, servers=1) as group:
+        client = group.add("m", {"w": np.zeros((2, 2))}, optimizer=SGD)
+        if client is not None:
+            arrays = np.arange(4.0).reshape(2, 2), np.zeros((2, 2))
+            for steps in (1, 2, 3):
+                client.push_pull({"w": arrays[0]}, out={"w": arrays[1]})
+                assert (arrays[1] == -steps * arrays[0]).all()
+            assert client._bound is not None
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of NumPy 2.4
+                arrays[turned].strides = arrays[turned].strides[::-1]
+            expected = -3 * np.arange(4.0).reshape(2, 2) - arrays[0]
+            client.push_pull({"w": arrays[0]}, out={"w": arrays[1]})
+            assert arrays[1].tolist() == expected.tolist()
 
 
 class Name(str, enum.Enum):  # noqa: UP042 - as a program may have it

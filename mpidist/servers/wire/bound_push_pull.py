@@ -161,18 +161,23 @@ class BoundPushPull:
         self._number, self._nbytes = len(sent), sum(sent)
 
     def fits(self, gradients: Any, out: Any) -> bool:
-        """Whether `gradients` and `out` are the remembered arrays, in shape and dtype, too."""
+        """Whether these are the remembered arrays, in shape, strides and dtype, too."""
         try:
             if not len(gradients) == len(out) == len(self._arrays):
                 return False
             for name, gradient, target, shape, dtype in self._arrays:
                 if gradients[name] is not gradient or out[name] is not target:
                     return False
-                if not gradient.shape == target.shape == shape or not target.flags.writeable:
+                if not gradient.shape == target.shape == shape:
                     return False
-                for kind in (gradient.dtype, target.dtype):
-                    if kind is not dtype and kind != dtype:  # the comparison is slow
-                        return False
+                # Their strides may have been set. An array with `carray` is also writeable.
+                if not (gradient.flags.c_contiguous and target.flags.carray):
+                    return False
+                one, other = gradient.dtype, target.dtype
+                if one is not dtype and one != dtype:  # the comparison is slow
+                    return False
+                if other is not dtype and other != dtype:
+                    return False
         except (TypeError, KeyError):
             return False
         return True
