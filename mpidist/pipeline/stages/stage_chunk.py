@@ -7,6 +7,7 @@ from typing import Any
 
 from ...arrays import array_module
 from .sum_parts import SumPart, is_sent, parts_of_vector
+from .unwritten import Checked
 
 
 def _nothing(name: str) -> None:
@@ -52,6 +53,7 @@ class Chunk:
         self.parts: list[SumPart] = []  # the part with the last layers comes first
         self.in_parts = False  # whether the parts are sent to other hosts
         self._added: set[int] = set()  # the parts to which the newest microbatch has been added
+        self._uncalled = {"backward", "backward_input", "backward_weights"}
 
     def _write_into(self, views: dict) -> None:
         # Layers write gradients with an additional first axis over microbatches. Here it has length
@@ -150,12 +152,10 @@ class Chunk:
         tape, parameters = self._tapes.pop(microbatch), self.used_by(microbatch)
         del self._bytes[microbatch]
         self._aim(weight)
-        last = 0 if self.first is None else self.first
-        for i in range(len(self.layers) - 1, last - 1, -1):
+        layers, last = self._layers("backward"), 0 if self.first is None else self.first
+        for i in range(len(layers) - 1, last - 1, -1):
             first = i == self.first
-            dy = self.layers[i].backward(
-                parameters, tape.pop(), dy, self._written, ready, first=first
-            )
+            dy = layers[i].backward(parameters, tape.pop(), dy, self._written, ready, first=first)
             self._take(i)
         return dy if self.first is None else None
 
@@ -168,12 +168,12 @@ class Chunk:
         are kept until `backward_weights` is called.
         """
         tape, later = self._tapes.pop(microbatch), []
-        last = 0 if self.first is None else self.first
+        layers, last = self._layers("backward_input"), 0 if self.first is None else self.first
         for i in range(len(self.layers) - 1, last - 1, -1):
             layer, saved, first = self.layers[i], tape.pop(), i == self.first
             if not _has_halves(layer):
                 whole = {name: self._written[name].copy() for name in layer.shapes()}
-                dy = layer.backward(self.parameters, saved, dy, whole, _nothing, first=first)
+                dy = layers[i].backward(self.parameters, saved, dy, whole, _nothing, first=first)
                 later.append((i, None, whole, None))
                 continue
             if layer.shapes():
@@ -202,14 +202,22 @@ class Chunk:
         """
         del self._bytes[microbatch]
         self._aim(weight)
+        layers = self._layers("backward_weights")
         for i, layer, saved, dy in self._later.pop(microbatch):
             if layer is None:
                 for name, gradient in saved.items():
                     self._written[name][...] = gradient
                     ready(name)
             else:
-                layer.backward_weights(self.parameters, saved, dy, self._written, ready)
+                layers[i].backward_weights(self.parameters, saved, dy, self._written, ready)
             self._take(i)
+
+    def _layers(self, method: str) -> list:
+        """Return the layers for `method` of this object; its first call checks what they write."""
+        if method not in self._uncalled:
+            return self.layers
+        self._uncalled.remove(method)
+        return [Checked(layer) for layer in self.layers]
 
     def note_loss(self, loss: float) -> None:
         """Store the loss of a microbatch beside its gradients, so that `add` adds it, too."""
