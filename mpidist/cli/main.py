@@ -95,10 +95,11 @@ def _report(error: MpidistError) -> int:
         print(f"mpidist: error: {text}", file=sys.stderr, flush=True)
     claim = claims.claimed_size(os.environ)
     if _met(error, text, claim):
-        from ..runtime import failure
+        with suppress(ImportError):  # this may be the error that was printed
+            from ..runtime import failure
 
-        if claims.rank_hint(os.environ):
-            failure.let_first_leave()
+            if claims.rank_hint(os.environ):
+                failure.let_first_leave()
     elif not speaks:
         # Open MPI's launcher ends the whole job when the first process exits with an error. A rank
         # that prints nothing must not be that first process, because rank 0 may not have printed

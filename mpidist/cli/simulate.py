@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..launch import start_checks
+from .start import start_ranks
 
 
 def add_parser(commands) -> None:
@@ -111,7 +111,7 @@ def _fit(args) -> int:
     from ..advice.fit import fit
     from ..simulator import network_model
 
-    comm = _world()
+    comm = start_ranks(os.environ)
     exists = Path(args.json).exists()
     network = network_model.load(args.json) if exists else network_model.DEFAULT
     found: dict = fit(comm)
@@ -130,7 +130,7 @@ def _measure(args) -> int:
     from ..bench.steady_times import measure
 
     sizes, names = cases(args)
-    comm = _world()
+    comm = start_ranks(os.environ)
     for nbytes in sizes:
         for name in names:
             seconds = measure(comm, nbytes, name, blocks=args.blocks)
@@ -169,12 +169,6 @@ def _check_scheduled(name: str) -> None:
     known = [*ALLREDUCE, HIERARCHICAL]
     if name not in known:
         raise ConfigError(f"{name} has no schedule; choose one of {', '.join(known)}")
-
-
-def _world():
-    comm = start_checks.initialize(os.environ).COMM_WORLD
-    start_checks.check_launch(comm, os.environ)
-    return comm
 
 
 def _time(seconds: float) -> str:

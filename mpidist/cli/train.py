@@ -25,6 +25,7 @@ from ..launch.environment import has_ulfm, memory_folder
 from ..launch.fault_points import fault_point
 from ..supervisor import commands
 from ..training import start_records
+from .start import start_ranks
 
 #: Seconds between progress lines if stderr is not a terminal, as under mpirun.
 _LINE_EVERY = 2.0
@@ -73,11 +74,7 @@ def run(args: argparse.Namespace) -> int:
     except MpidistError as error:
         error.awaited = True
         raise
-    comm = start_checks.initialize(os.environ).COMM_WORLD
-    start_checks.check_launch(comm, os.environ)
-    from ..runtime.failure import install_hook
-
-    install_hook(comm)
+    comm = start_ranks(os.environ)
     try:
         if parts is None:  # only MPI can tell which rank of each node must fetch the data
             job.data = remote.brought_here(comm, job.data)

@@ -1,11 +1,15 @@
 """The start checks compare the software of real ranks, and report differences on all ranks."""
 
 import platform
+import sys
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
 from mpi4py import MPI
 
+from mpidist import runtime
+from mpidist.cli.start import start_ranks
 from mpidist.errors import ConfigError
 from mpidist.launch import claims, start_checks
 
@@ -37,3 +41,16 @@ def test_check_launch_passes_and_fails_on_all_ranks(comm):
     with pytest.raises(ConfigError, match=r"but 0\.1 on odd") as error:
         start_checks.check_launch(comm, {}, facts)
     assert len(set(comm.allgather(str(error.value)))) == 1
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_command_whose_hook_cannot_be_imported_on_one_rank(comm, monkeypatch, capfd, odd):
+    """Without the hook, an exception would leave the other ranks waiting; rank 0 has printed it."""
+    monkeypatch.setattr(start_checks, "initialize", lambda _: SimpleNamespace(COMM_WORLD=comm))
+    if comm.rank == odd:
+        monkeypatch.delattr(runtime, "failure")
+        monkeypatch.setitem(sys.modules, "mpidist.runtime.failure", None)
+    with pytest.raises(ConfigError, match=rf"rank {odd} on .*import of mpidist.runtime.failure"):
+        start_ranks({})
+    assert ("ModuleNotFoundError" in capfd.readouterr().err) == (comm.rank == odd == 0)

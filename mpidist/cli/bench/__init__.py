@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ...launch import binding, start_checks
+from ...launch import binding
+from ..start import start_ranks
 from . import allreduce, checkpoint, choices, loader, node, overlap, ps, servers, step
 
 _MODULES: dict[str, Any] = {
@@ -60,8 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if getattr(args, "advise", False):
         rows, first = choices.print_advice(args, os.environ), True
     else:
-        comm = start_checks.initialize(os.environ).COMM_WORLD
-        start_checks.check_launch(comm, os.environ)
+        comm = start_ranks(os.environ)
         binding.check_binding(comm, os.environ)
         rows, first = _MODULES[args.what].run(comm, args), comm.rank == 0
     if args.json and first:

@@ -1,0 +1,29 @@
+"""How a command of several ranks starts: MPI, the checks of the launch, and the exception hook."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import MutableMapping
+
+from ..errors import described
+from ..launch import start_checks
+
+
+def start_ranks(environ: MutableMapping[str, str]):
+    """Return the communicator of all ranks. Collective; `environ` is ``os.environ``.
+
+    From now on, an exception that a rank does not catch ends the job. Without the hook, the rank
+    would wait in MPI_Finalize, and the other ranks would wait for the rank. Raises ConfigError on
+    all ranks if the launch cannot work, or if a rank cannot import the hook.
+    """
+    comm = start_checks.initialize(environ).COMM_WORLD
+    problem = None
+    try:
+        from ..runtime import failure
+    except Exception as error:
+        problem = described(error)
+        if comm.rank == 0:
+            print(f"mpidist: error: {problem}", file=sys.stderr, flush=True)
+    start_checks.check_launch(comm, environ, problem=problem)
+    failure.install_hook(comm)
+    return comm
