@@ -22,7 +22,7 @@ CHOICES = {
     "data": data.SOURCES,
     "model": models.MODELS,
     "optimizer": optim.OPTIMIZERS,
-    "strategy": {name: load() for name, load in strategies.STRATEGIES.items()},
+    "strategy": {name: strategies.maker(name) for name in strategies.STRATEGIES},
 }
 #: Keys of a table that belong to none of its choices.
 COMMON = {"data": {"cache": ""}, "optimizer": {"clip_norm": ""}}

@@ -86,15 +86,19 @@ _SUBMODULES = ("optim", "data", "models", "pipeline")
 __all__ = [*_HOME, *_SUBMODULES, "__version__"]
 
 
-def __getattr__(name: str):
-    if name in _HOME:
-        value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    elif name in _SUBMODULES:
-        value = importlib.import_module(f"{__name__}.{name}")
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
+def imported(package: dict, name: str):
+    """Import the public `name` of a package with these globals, and keep it in the package."""
+    if name not in package["_HOME"]:
+        raise AttributeError(f"module {package['__name__']!r} has no attribute {name!r}")
+    home = importlib.import_module(f"{package['__name__']}.{package['_HOME'][name]}")
+    package[name] = value = getattr(home, name)
     return value
+
+
+def __getattr__(name: str):
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    return imported(globals(), name)
 
 
 def __dir__():

@@ -11,11 +11,14 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import TypeVar
 
 from .errors import ConfigError, nearest, shown
 
+T = TypeVar("T")
 
-def look_up(table: Mapping[str, Callable], name: str, kind: str) -> Callable:
+
+def look_up(table: Mapping[str, T], name: str, kind: str) -> T:
     """Return ``table[name]``; for an unknown name, raise ConfigError with all known names."""
     if name in table:
         return table[name]

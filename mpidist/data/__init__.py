@@ -7,10 +7,10 @@ between ranks. A reader of files is loaded when a program first uses its name.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from .. import imported
 from ..registry import build
 from .digits import digits
 from .distortion import Distorted
@@ -85,11 +85,7 @@ def from_settings(name: str, settings: Mapping) -> tuple[Source, Source]:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+    return imported(globals(), name)
 
 
 def __dir__():

@@ -5,13 +5,15 @@ object that combines the gradients. To add a strategy, write a dataclass in ``ex
 `STRATEGIES`, and an exchange: an object with ``workers, begin, compute, reduce, update, state,
 check, save_point, finish, evaluate, digest, close, abandon`` (and ``stragglers`` and a few
 attributes: see ``allreduce_exchange.py``). If a strategy has a method `check_run`, `md.train` calls
-it before the run, to refuse a run that is not possible.
+it before the run, to refuse a run that is not possible. The attribute `modules` of a strategy names
+the modules in ``exchanges`` that `open` imports, see `settings.import_modules`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import ClassVar
 
 from ..collectives.schedules.algorithms import chosen
@@ -53,6 +55,7 @@ class AllReduce:
     takes_microbatches: ClassVar[bool] = True
     has_replicas: ClassVar[bool] = True
     survives: ClassVar[bool] = True
+    modules: ClassVar[tuple[str, ...]] = ("allreduce_exchange", "microbatch_exchange")
 
     def __post_init__(self):
         chosen(self.algorithm, self.reproducible)
@@ -89,46 +92,27 @@ class AllReduce:
         return Replicas(comm, model, optimizer, algorithm, optimizer_state=optimizer_state, **given)
 
 
-def _server_strategy() -> Callable:
-    from .exchanges.server_strategy import server_strategy
-
-    return server_strategy
-
-
-def _pipeline() -> Callable:
-    from .exchanges.pipelines.pipeline_strategy import Pipeline
-
-    return Pipeline
-
-
-def _peer_average() -> Callable:
-    from .exchanges.peer_strategies import peer_average
-
-    return peer_average
-
-
-def _hogwild() -> Callable:
-    from .exchanges.peer_strategies import Hogwild
-
-    return Hogwild
-
-
-#: The name of a strategy in a job file -> a function that imports the module of this strategy, and
-#: returns the class or function that makes it. The modules of other strategies are not imported:
-#: those of parameter servers alone would add 15 ms to every start.
-STRATEGIES: dict[str, Callable[[], Callable]] = {
-    "allreduce": lambda: AllReduce,
-    "parameter_server": _server_strategy,
-    "pipeline": _pipeline,
-    "peer_average": _peer_average,
-    "hogwild": _hogwild,
+#: The name of a strategy in a job file -> the module and the name of the class or function that
+#: makes it. The modules of other strategies are not imported: those of parameter servers alone
+#: would add 15 ms to every start.
+STRATEGIES = {
+    "allreduce": ("strategies", "AllReduce"),
+    "parameter_server": ("exchanges.server_strategy", "server_strategy"),
+    "pipeline": ("exchanges.pipelines.pipeline_strategy", "Pipeline"),
+    "peer_average": ("exchanges.peer_strategies", "peer_average"),
+    "hogwild": ("exchanges.peer_strategies", "Hogwild"),
 }
+
+
+def maker(name: str):
+    """Return what makes the strategy `name` of a job file; raise ConfigError for a wrong name."""
+    module, kind = look_up(STRATEGIES, name, "strategy")
+    return getattr(import_module(f"{__package__}.{module}"), kind)
 
 
 def from_settings(name: str, settings: Mapping):
     """Make the strategy that a job file describes; raise ConfigError for bad settings."""
-    load = look_up(STRATEGIES, name, "strategy")
-    return build({name: load()}, name, settings, "strategy")
+    return build({name: maker(name)}, name, settings, "strategy")
 
 
 def as_strategy(given):
