@@ -9,11 +9,13 @@ becomes a CheckpointError.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from .. import events
 from ..errors import CheckpointError, MpidistError, StorageError
 from ..runtime import context
 from ..runtime.agreement import run_on_all as rounds
@@ -64,3 +66,9 @@ def operation(comm, kind: str) -> Iterator[tuple[context.Context, int]]:
         own.break_off(error)
         raise
     own.under_way = False
+
+
+def report_no_copy(reason: str) -> None:
+    """Report on stderr, and in the event log, why the nodes do not hold a copy of a step."""
+    events.emit("checkpoint_not_held", reason=reason)
+    print(f"mpidist: no {reason}", file=sys.stderr, flush=True)

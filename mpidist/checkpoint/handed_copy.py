@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, ConfigError, NoCheckpoint
 from ..launch.heartbeat import IN_MEMORY, launched_by
-from .control import by_rank_0, run_on_all
+from .control import by_rank_0, report_no_copy, run_on_all
 
 
 def folder_of(memory: Path, path: str) -> Path:
@@ -35,18 +35,23 @@ def save_copy(comm, memory: Path, path: str, step: int, state: Mapping) -> bool:
     Returns whether the copy is made; if not, a printed line says why. `memory` is the folder in
     /dev/shm for copies, and `path` is the shared folder of the run's store.
     """
-    # Imported here: most runs leave no copy for a next attempt, and many have no store.
-    from .memory_copies import fits_in_memory, make_private
-    from .store import CheckpointStore
-    from .tiered import report_no_copy
+
+    def prepare() -> tuple:
+        # Imported here: most runs leave no copy for a next attempt. And inside `run_on_all`: if an
+        # import fails on one rank, the other ranks must not wait for this rank.
+        from .memory_copies import fits_in_memory, make_private
+        from .store import CheckpointStore
+
+        make_private(memory)
+        return fits_in_memory, CheckpointStore
 
     folder = folder_of(memory, path)
     try:
-        run_on_all(comm, "hand-over: folder", lambda: make_private(memory))
+        fits_in_memory, open_store = run_on_all(comm, "hand-over: folder", prepare)
         by_rank_0(comm, "hand-over: folder", lambda: remove_copy(memory, path))
         if not fits_in_memory(comm, folder, state, copies=1):
             return False
-        with CheckpointStore(comm, folder, keep=1, direct=False) as store:
+        with open_store(comm, folder, keep=1, direct=False) as store:
             store.save(step, state)
     except (CheckpointError, ConfigError) as error:  # raised on all ranks
         if comm.rank == 0:
@@ -86,12 +91,12 @@ def restore_copy(comm, memory: Path, path: str, like: Mapping, newer_than: int |
 
     The result is None if some host has no copy that is newer than the step `newer_than`.
     """
-    from .store import CheckpointStore
-
     folder = folder_of(memory, path)
     there = run_on_all(comm, "hand-over: copy", lambda: any(folder.glob("step-*")), all)
     if not there:
         return None
+    from .store import CheckpointStore  # cannot fail: the run has a store, so it is imported
+
     with CheckpointStore(comm, folder) as store:
         newest = store.latest_step()
         if newest is None or (newer_than is not None and newest <= newer_than):

@@ -23,10 +23,10 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..launch.free_memory import available_memory, remove_stale_copies
 from ..runtime.topology import topology_of
-from .control import run_on_all
+from .control import report_no_copy, run_on_all
 from .format.state import Shard, array_of, has_array, leaves
 from .interval import SaveInterval
-from .tiered import TieredStore, report_no_copy
+from .tiered import TieredStore
 
 #: A node has at most two copies: the step that it keeps, and the next step while it is written.
 COPIES = 2

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -30,7 +29,7 @@ from ..runtime.context import free
 from ..runtime.topology import topology_of
 from . import node_copies
 from .arguments import checked_number, checked_path, checked_step, which, yes_or_no
-from .control import by_rank_0, call, run_on_all, same_on_all
+from .control import by_rank_0, call, report_no_copy, run_on_all, same_on_all
 from .format.state import Shard, leaves, tree
 from .read.restore import spoiled
 from .storage.steps import Entry
@@ -433,9 +432,3 @@ class TieredStore(Store):
             local.close()
             if self._node.rank == 0 and newest is not None:
                 node_copies.remove_copies(local.path, newest)
-
-
-def report_no_copy(reason: str) -> None:
-    """Report on stderr, and in the event log, why the nodes do not hold a copy of a step."""
-    events.emit("checkpoint_not_held", reason=reason)
-    print(f"mpidist: no {reason}", file=sys.stderr, flush=True)

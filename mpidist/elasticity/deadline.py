@@ -71,9 +71,8 @@ class Deadline(NamedTuple):
         """
         late, stopped = self.late, PATIENCE if self.late == inf else self.late
         if self.late == 0:
-            from statistics import median  # imported here: it imports decimals and fractions
-
-            late = max(LEAST, STEPS * median(steps)) if len(steps) >= KNOWN else inf
+            median = sorted(steps)[len(steps) // 2] if len(steps) >= KNOWN else inf
+            late = max(LEAST, STEPS * median)
             stopped = min(PATIENCE, late)
         if first:
             late = max(FIRST * late, PATIENCE)

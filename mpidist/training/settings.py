@@ -19,6 +19,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -164,7 +165,25 @@ def checked(
     checks.check_watch(watch_seconds)
     functions = checks.check_functions(callbacks, on_resize)
     goes_on = checks.check_elastic(elastic, strategy, checkpoint)
+    import_modules(strategy, checkpoint, goes_on)
     return TrainSettings(strategy, source, sampler, pace, functions, goes_on)
+
+
+def import_modules(strategy, checkpoint, elastic: Elastic | None) -> None:
+    """Import the modules that the run uses. If an import fails on one rank, all ranks must know.
+
+    Functions import these modules where they use them, because most runs do not need them. There,
+    the other ranks would already wait for this rank.
+    """
+    names = [f".exchanges.{name}" for name in getattr(strategy, "modules", ())]
+    if isinstance(checkpoint, str | os.PathLike):
+        names.append("..checkpoint.store")
+    if elastic is not None:
+        names.append("..checkpoint.memory_copies")
+        if not getattr(strategy, "has_replicas", False):
+            names.append(".exchanges.carried.replicated_servers")
+    for name in names:
+        import_module(name, __package__)
 
 
 # ------------------------------------------------------------------------------------- in words

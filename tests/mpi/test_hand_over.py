@@ -1,8 +1,11 @@
 """The ranks' half of a hand-over: whose turn it is, and which state is the newest."""
 
+import sys
+
 import numpy as np
 import pytest
 
+import mpidist as md
 from mpidist.checkpoint.handed_copy import folder_of, restore_newest, save_copy
 from mpidist.checkpoint.memory_copies import open_with_copies
 from mpidist.checkpoint.store import CheckpointStore
@@ -77,11 +80,13 @@ def test_a_fresh_run_finds_no_old_copy(comm, folder, launched):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("why", ["another user", "no folder"])
-def test_a_copy_that_cannot_be_made(comm, folder, launched, capfd, why):
+@pytest.mark.parametrize("why", ["another user", "no folder", "no module"])
+def test_a_copy_that_cannot_be_made(comm, folder, launched, capfd, monkeypatch, why):
     """The state is saved to the store instead, and a line says why."""
     launched("host 1 1")
-    memory = folder / "memory" if why == "another user" else folder / "none" / "memory"
+    memory = folder / "none" / "memory" if why == "no folder" else folder / "memory"
+    if comm.rank == 1 and why == "no module":  # the other rank must not wait for this one
+        monkeypatch.setitem(sys.modules, "mpidist.checkpoint.memory_copies", None)
     if comm.rank == 0 and why == "another user":
         memory.mkdir()
         memory.chmod(0o755)
@@ -89,8 +94,10 @@ def test_a_copy_that_cannot_be_made(comm, folder, launched, capfd, why):
     assert not save_copy(comm, memory, str(folder / "shared"), 5, state(5))
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("mpidist: no ")]
     assert len(said) == (comm.rank == 0)
+    texts = {"another user": "private folder", "no folder": "No such file"}
     for line in said:
-        assert ("private folder" if why == "another user" else "No such file") in line
+        assert texts.get(why, "mpidist.checkpoint.memory_copies") in line
+    assert md.allreduce(comm, np.ones(1))[0] == comm.size
 
 
 @pytest.mark.ranks(1, 2)

@@ -35,6 +35,7 @@ class PeerAverage:
         arrived.
     """
 
+    modules: ClassVar[tuple[str, ...]] = ("peer_exchange",)
     graph: str | Sequence[Sequence[int]] | Callable = "butterfly"
     every: int = 10
     consistency: Consistency | int = field(default_factory=BSP)
@@ -84,6 +85,7 @@ class Hogwild:
     docs/peers.md and Niu et al., "Hogwild!", NIPS 2011.
     """
 
+    modules: ClassVar[tuple[str, ...]] = ("shared_parameters",)
     reasons: ClassVar[dict[str, str]] = {
         "check_replicas": "there is one set of parameters",
         "patience": "each rank has a loss of its own",

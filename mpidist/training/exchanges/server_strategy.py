@@ -76,6 +76,7 @@ class ParameterServer:
     server_device: str = "cpu"
     checksums: bool = False
     survives: ClassVar[bool] = True
+    modules: ClassVar[tuple[str, ...]] = ("server_exchange",)
 
     def __post_init__(self):
         object.__setattr__(self, "changes", mode_policy(self.changes, self.consistency))

@@ -61,6 +61,7 @@ class Pipeline:
     in_parts: ClassVar[bool] = True  # no rank makes the parameters of the whole model
     takes_microbatches: ClassVar[bool] = True
     has_replicas: ClassVar[bool] = True
+    modules: ClassVar[tuple[str, ...]] = ("split_exchange", "pipelines.pipeline_order")
     reads_last_run: ClassVar[bool] = True  # `open` takes the arguments `store` and `resume`
 
     def __post_init__(self):
