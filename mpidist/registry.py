@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
-from .errors import ConfigError, nearest, shown
+from .errors import ConfigError, MpidistError, described, nearest, shown
 
 T = TypeVar("T")
 
@@ -30,8 +30,9 @@ def look_up(table: Mapping[str, T], name: str, kind: str) -> T:
 def build(table: Mapping[str, Callable], name: str, settings: Mapping, kind: str):
     """Call ``table[name]`` with `settings` as keywords.
 
-    Raises ConfigError, before the function runs, for an unknown name, for an unknown setting (with
-    the nearest known setting), and for a missing setting.
+    Raises ConfigError for an unknown name, for an unknown setting (with the nearest known setting),
+    for a missing setting, and if the function cannot use a value, such as a text in place of a
+    number. The function itself need not check the types of its arguments.
     """
     function = look_up(table, name, kind)
     accepted = inspect.signature(function).parameters
@@ -49,7 +50,16 @@ def build(table: Mapping[str, Callable], name: str, settings: Mapping, kind: str
     ]
     if missing:
         raise ConfigError(f"{kind} {name!r}: setting {missing[0]!r} is missing; please give it")
-    return function(**settings)
+    try:
+        return function(**settings)
+    except MpidistError:
+        raise
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        given = ", ".join(f"{key}={shown(value, 60)}" for key, value in settings.items())
+        raise ConfigError(
+            f"{kind} {name!r} cannot be made with {given or 'its defaults'}: {described(error)}; "
+            "correct these settings"
+        ) from error
 
 
 def has_argument(function: Callable, name: str) -> bool:

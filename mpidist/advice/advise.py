@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import ConfigError, MpidistError
+from ..errors import ConfigError, MpidistError, shown
 from ..launch import claims
 from ..launch.launchers import launch_environment, launcher_command
 from ..launch.processes import Started
@@ -93,7 +93,10 @@ def site(ranks: int | None, launcher: str | None, options: Sequence[str], sizes)
     if launcher:
         if ranks is not None:
             raise ConfigError(f"--ranks {ranks} and --launcher: give the ranks in --launcher")
-        return Site(shlex.split(launcher), options, sizes)
+        try:
+            return Site(shlex.split(launcher), options, sizes)
+        except ValueError as error:
+            raise ConfigError(f"--launcher {shown(launcher)}: {error}") from None
     ranks = len(os.sched_getaffinity(0)) if ranks is None else ranks
     if ranks < 2:
         raise ConfigError(f"--ranks {ranks}: expected 2 or more")

@@ -12,7 +12,7 @@ import uuid
 from functools import partial
 from pathlib import Path
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 
 
 def add_parser(commands) -> None:
@@ -87,14 +87,14 @@ def run(args: argparse.Namespace) -> int:
         program=tuple(args.program),
         ranks=args.n,
         folder=args.control or Path(f".mpidist-launch-{name}"),
-        words=tuple(shlex.split(args.launcher)),
+        words=_words("--launcher", args.launcher),
         hosts=hosts,
         slurm=in_slurm and not named,
         policy=Policy(args.max_restarts, args.min_ranks, args.preempted, args.max_preemptions),
         limits=limits,
         elastic=args.elastic,
         notice=args.notice,
-        hosts_from=tuple(shlex.split(args.hosts_from or "")),
+        hosts_from=_words("--hosts-from", args.hosts_from or ""),
     )
     if job.elastic:
         words = commands.surviving(commands.command(min(args.n, 2), job.words))
@@ -104,3 +104,11 @@ def run(args: argparse.Namespace) -> int:
         return attempts.run(job)
     except OSError as error:
         raise ConfigError(f"mpidist launch: {error}; give a folder with --control DIR") from None
+
+
+def _words(option: str, text: str) -> tuple[str, ...]:
+    """Return the words of a command, as a shell would split them."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(f"mpidist launch: {option} {shown(text)}: {error}") from None

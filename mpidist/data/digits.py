@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ConfigError
+from ..registry import checked_whole
 from .distortion import distorted
 from .sources import ArraySource, Source
 
@@ -34,10 +35,11 @@ def digits(
     E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
     Repository, 1998, doi 10.24432/C50P49 (the test part of that data set).
     """
+    seed, test = checked_whole("digits: seed", seed, 0), checked_whole("digits: test", test, 1)
     table = _table()
     images = (table[:, :64] / 16).astype(np.float32).reshape(-1, 1, 8, 8)
     labels = table[:, 64].astype(np.int64)
-    if not 0 < test < len(labels):
+    if test >= len(labels):
         raise ConfigError(f"digits: test is {test}, expected from 1 to {len(labels) - 1}")
     chosen = stratified(labels, test, seed)
     rest = np.setdiff1d(np.arange(len(labels)), chosen, assume_unique=True)

@@ -17,11 +17,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from .skip_bad import BadRecordFilter, Batch
 from .sources import Source
 
@@ -82,8 +83,9 @@ class Loading:
     def __post_init__(self):
         for name in ("bandwidth", "starved_after"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not value > 0):
-                raise ConfigError(f"loading: {name} is {value!r}, expected a number above 0")
+            number = isinstance(value, Real) and not isinstance(value, bool)
+            if not (number and value > 0) and (value is not None or name != "bandwidth"):
+                raise ConfigError(f"loading: {name} is {shown(value)}, expected a number above 0")
         if not isinstance(self.finite, bool):
             raise ConfigError(f"loading: finite is {self.finite!r}, expected true or false")
         value = self.prefetch

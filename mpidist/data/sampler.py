@@ -137,8 +137,12 @@ class Sampler:
     def local(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
         """Return the part of the global batch `indices` that `rank` of `size` ranks uses.
 
-        The part may be empty.
+        The part may be empty. Raises ConfigError if there is no such rank, because an empty part
+        would hide a mistake such as two arguments in the wrong order.
         """
+        if not 0 <= rank < size:
+            raise ConfigError(f"Sampler.local: rank {shown(rank)} of {shown(size)} ranks; expected "
+                              "a rank from 0 to the number of ranks minus 1")  # fmt: skip
         start, stop = BlockPartition(len(indices), size).range(rank)
         return indices[start:stop]
 

@@ -49,7 +49,9 @@ class Requests:
         self._control, self._notice = control, notice
         self._noticed = False  # a notice is reported only once, until it has disappeared
         self._command: _Command | None = None
-        words = shlex.split(notice)
+        words: list[str] = []
+        with suppress(ValueError):  # a file may have an apostrophe in its name
+            words = shlex.split(notice)
         if words and shutil.which(words[0]):
             self._command = _Command(words)
 

@@ -29,7 +29,7 @@ from ..checkpoint.arguments import checked_path
 from ..checkpoint.interval import SaveInterval
 from ..data.sampler import SHUFFLES
 from ..elasticity.elastic_settings import Elastic
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, nearest, shown
 from ..registry import build
 from . import checks
 
@@ -146,7 +146,9 @@ def read_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
         raise ConfigError(f"no job file {path}; {cure}")
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
+        # ValueError is raised for text that is not TOML or UTF-8, and for integers of more than
+        # 4,300 digits, and RecursionError for arrays of many levels.
         raise ConfigError(f"{path} is not TOML: {error}") from None
     # The keys `name` are applied first. If the command line gives a table another name than the
     # file does, the table's other settings in the file belong to the old name and are dropped.
@@ -177,6 +179,8 @@ def _apply(values: dict, text: str) -> None:
         new = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         new = value
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--set {shown(text, 60)}: {error}") from None
     if last == "name" and tables and values.get("name") != new:
         values.clear()
     values[last] = new

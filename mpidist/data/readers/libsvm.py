@@ -27,6 +27,7 @@ from typing import BinaryIO
 import numpy as np
 
 from ...errors import BadRecord, ConfigError, in_one_line, shown
+from ...registry import checked_whole
 from ..sources import Source, check_indices
 
 #: The largest valid column; and the largest number of columns of a dense sample (4 MiB) if the
@@ -98,6 +99,9 @@ class LibSVM:
             raise ConfigError(
                 f"libsvm: zero_based is {shown(zero_based)}, expected true, false or 'auto'"
             )
+        if features is not None:
+            features = checked_whole("libsvm: features", features, 1)
+        path = os.fspath(path)  # `open` would take a number for a file descriptor
         self.name, self._multilabel, self._query_id = str(path), multilabel, query_id
         self._bad: dict[int, str] = {}
         with _opened(path) as file:

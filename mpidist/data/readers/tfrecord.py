@@ -130,10 +130,10 @@ class TFRecords:
         path = self.paths[number]
         try:
             file = self._files[number]
+            look: Callable[[int, int], bytes] = partial(self._pread, number)
+            head = look(0, _HEAD)  # fails for a folder, which can be opened
         except OSError as error:
             raise ConfigError(f"tfrecord: cannot read {path}: {error.strerror}") from None
-        look: Callable[[int, int], bytes] = partial(self._pread, number)
-        head = look(0, _HEAD)
         # The checksum of the first length decides whether the file is plain, because 2 of 65,536
         # lengths look like the first bytes of a compressed file.
         if is_compressed(head) and not self._is_head(head):

@@ -1,0 +1,87 @@
+"""A value of a wrong type, in a job file or on the command line, is an error of one line."""
+
+import numpy as np
+import pytest
+
+from mpidist import data, optim
+from mpidist.cli.main import main
+from mpidist.errors import ConfigError
+from mpidist.supervisor.requests import Requests
+from mpidist.training import job
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "told"),
+    [
+        ("digits", {"seed": -1}, "digits: seed is -1, expected a whole number of at least 0"),
+        ("digits", {"test": 0.2}, "digits: test is 0.2, expected a whole number of at least 1"),
+        ("digits", {"distort": 5}, "'digits' cannot be made with distort=5: TypeError: "),
+        ("libsvm", {"path": 0, "test_path": "x"}, "'libsvm' cannot be made with path=0, "),
+        ("libsvm", {"path": "F", "test_path": "F", "features": 2.5}, "features is 2.5"),
+        ("hdf5", {"path": "F", "names": 5, "train": 1}, "names=5, train=1: TypeError: "),
+        ("youtube8m", {"train": ".", "test": "."}, "tfrecord: cannot read .: Is a directory"),
+    ],
+)
+def test_settings_of_data(name, settings, told, tmp_path):
+    """No number is taken for a file descriptor, and no exception of Python gets through."""
+    (tmp_path / "file").write_text("1 1:1\n")
+    settings = {k: str(tmp_path / "file") if v == "F" else v for k, v in settings.items()}
+    with pytest.raises(ConfigError) as caught:
+        data.from_settings(name, settings)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_of_schedules():
+    rate = {"schedule": "step_decay", "lr": 0.1, "every": 5, "factor": "half"}
+    with pytest.raises(ConfigError, match="schedule 'step_decay' cannot be made with lr="):
+        optim.from_settings("sgd", {"lr": rate})
+
+
+@pytest.mark.parametrize("value", ["5", True, None])
+def test_seconds_must_be_numbers(value):
+    with pytest.raises(ConfigError, match=r"loading: starved_after is .*, expected a number"):
+        data.Loading(starved_after=value)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(3, 3), (-1, 3), (3, 1), (0, 0)])
+def test_no_such_rank_has_no_part(rank, size):
+    """An empty part would hide that rank and size are in the wrong order."""
+    with pytest.raises(ConfigError, match=f"rank {rank} of {size} ranks"):
+        data.Sampler(10, 4).local(np.arange(4), rank, size)
+
+
+@pytest.mark.parametrize("text", [f"x = {'9' * 5000}", "x = " + "[" * 5000 + "]" * 5000])
+def test_toml_that_python_refuses(text, tmp_path):
+    (tmp_path / "job.toml").write_text(text)
+    with pytest.raises(ConfigError, match=r"job.toml is not TOML"):
+        job.read_job(tmp_path / "job.toml")
+    (tmp_path / "job.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"--set 'x=.*\.\.\.: "):
+        job.read_job(tmp_path / "job.toml", [text.replace(" ", "")])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["launch", "-n", "1", "--launcher", "mpirun '", "--", "true"],
+        ["launch", "-n", "1", "--hosts-from", "it's", "--", "true"],
+        ["bench", "allreduce", "--advise", "--launcher", "mpirun '"],
+    ],
+)
+def test_commands_with_an_open_quotation(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "No closing quotation" in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_notice_may_be_any_file(tmp_path):
+    notice = tmp_path / "it's time"
+    requests = Requests(tmp_path, str(notice))
+    assert requests.look() is None
+    notice.touch()
+    assert requests.look().text == f"notice by {notice}"
+    requests.close()
