@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from numbers import Real
 from typing import TypeVar
 
 import numpy as np
 
 from .. import events
-from ..errors import CheckpointError, NoCheckpoint
+from ..errors import CheckpointError, ConfigError, NoCheckpoint, shown
 from . import histories
 from .arguments import checked_path, checked_step, which
 from .format.manifest import Damaged
@@ -111,6 +112,8 @@ def wait_for_step(path, after: int | None = None, *, timeout: float | None = Non
     ------
     NoCheckpoint
         When there is no other step within `timeout`.
+    ConfigError
+        When an argument is invalid.
 
     Notes
     -----
@@ -118,6 +121,8 @@ def wait_for_step(path, after: int | None = None, *, timeout: float | None = Non
     NoCheckpoint.
     """
     path, after = checked_path("path", path), checked_step(after, name="after")
+    if timeout is not None and not (isinstance(timeout, Real) and timeout >= 0):
+        raise ConfigError(f"timeout={shown(timeout)}; expected seconds, 0 or more, or None")
     end = math.inf if timeout is None else time.monotonic() + timeout
     pause, longest = _PAUSES
     while True:

@@ -1,6 +1,7 @@
 """Export to one file: safetensors exactly as its format says, and states that are refused."""
 
 import json
+import os
 
 import ml_dtypes
 import numpy as np
@@ -122,3 +123,18 @@ def test_nothing_is_written_where_nothing_is_good(tmp_path):
     with pytest.raises(NoCheckpoint):
         export_store.export(Solo(), tmp_path / "store", tmp_path / "x.npz")
     assert not (tmp_path / "x.npz").exists()
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    out, seen = tmp_path / "one.npz", []
+    synced = os.fsync
+
+    def fsync(descriptor):
+        seen.append([path.name for path in tmp_path.iterdir()])
+        synced(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    plain_file.write({"a": np.ones(3)}, out)
+    [[partial]] = seen
+    assert partial.startswith(".one.npz-")
+    assert [path.name for path in tmp_path.iterdir()] == ["one.npz"]

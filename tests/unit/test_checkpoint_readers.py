@@ -141,6 +141,9 @@ def test_wait_for_step(tmp_path):
     for wrong in (-1, 1.5, "10"):
         with pytest.raises(ConfigError, match="after="):
             md.wait_for_step(folder, after=wrong)
+    for wrong in (-1, float("nan"), "10"):  # NaN would be for ever
+        with pytest.raises(ConfigError, match=r"timeout=.*; expected seconds"):
+            md.wait_for_step(folder, after=15, timeout=wrong)
 
 
 def test_loads_beside_a_saver():

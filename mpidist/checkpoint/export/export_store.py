@@ -11,7 +11,7 @@ from ... import events
 from ..arguments import checked_path, checked_step
 from ..control import by_rank_0, same_on_all
 from .parallel_hdf5 import export_by_all
-from .plain_file import export_step, partial_of
+from .plain_file import export_step, partial_of, put_in_place
 
 
 def export(comm, path, out, *, step: int | None = None) -> int:
@@ -45,7 +45,7 @@ def export(comm, path, out, *, step: int | None = None) -> int:
     partial = by_rank_0(comm, doing, lambda: partial_of(out))
     try:
         number = export_by_all(comm, path, partial, step)
-        by_rank_0(comm, doing, lambda: partial.rename(out) and None)
+        by_rank_0(comm, doing, lambda: put_in_place(partial, out))
     finally:
         if comm.rank == 0:
             partial.unlink(missing_ok=True)

@@ -72,9 +72,19 @@ def write(state: Mapping, out: Path) -> None:
             extras[show(path)] = to_json(leaf, path)
     try:
         _WRITERS[out.suffix](arrays, extras, partial)
-        partial.rename(out)
+        put_in_place(partial, out)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def put_in_place(partial: Path, out: Path) -> None:
+    """Give the complete file `partial` the name `out`.
+
+    First the file must be on the disk. Otherwise `out` might be empty after a failure of power.
+    """
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    partial.rename(out)
 
 
 def name_of(path: Keys) -> str:
