@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import uuid
 from functools import partial
 from pathlib import Path
@@ -69,6 +70,11 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.min_ranks is not None and not 1 <= args.min_ranks <= args.n:
         raise ConfigError(f"--min-ranks {args.min_ranks}; expected 1 to {args.n}, the ranks")
+    for name in ("heartbeat", "launcher_timeout", "start_timeout", "stall_timeout", "grace"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:  # NaN neither
+            option = name.replace("_", "-")
+            raise ConfigError(f"mpidist launch: --{option} {value:g}; expected seconds, above 0")
     in_slurm = "SLURM_JOB_ID" in os.environ
     if args.preempted == "requeue" and not in_slurm:
         raise ConfigError("--preempted requeue: this is no Slurm job; use leave or relaunch")
@@ -96,6 +102,14 @@ def run(args: argparse.Namespace) -> int:
         notice=args.notice,
         hosts_from=_words("--hosts-from", args.hosts_from or ""),
     )
+    if job.words and shutil.which(job.words[0]) is None:
+        raise ConfigError(f"mpidist launch: --launcher {shown(args.launcher)}: no such program")
+    if hosts is None and not named and not job.words and shutil.which(job.program[0]) is None:
+        # Other hosts might have the program.
+        raise ConfigError(
+            f"mpidist launch: no program {shown(job.program[0])} that can be run; give its path, "
+            "and an interpreter before the path of a script"
+        )
     if job.elastic:
         words = commands.surviving(commands.command(min(args.n, 2), job.words))
         if args.n > 1:

@@ -24,6 +24,7 @@ import numpy as np
 
 from ..arrays import array_module
 from ..errors import ConfigError
+from ..registry import checked_whole
 from .layers import softmax_cross_entropy
 
 #: How many random numbers are drawn at once. Drawing few at once needs little memory besides the
@@ -61,7 +62,7 @@ class Network:
         self.layers = list(layers)
         self.sample_shape = tuple(sample_shape)
         self.state: dict = {}
-        self.seed = seed
+        self.seed = checked_whole("seed of the model", seed, 0)
         sized = [i for i, layer in enumerate(self.layers) if layer.shapes()]
         if not sized:
             raise ConfigError(f"Network: none of the {len(self.layers)} layers has parameters")

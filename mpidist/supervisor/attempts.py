@@ -61,6 +61,7 @@ def run(job: LaunchedJob) -> int:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     memory, action = make_memory_folder(job.folder), None
     shared = SharedFacts(attempts, memory, Requests(job.folder, job.notice))
+    one: RunningAttempt | None = None
     try:
         known_as = number - sum(attempt.unstarted for attempt in attempts)
         one = RunningAttempt(job, number, known_as, ranks, place, shared)
@@ -100,6 +101,11 @@ def run(job: LaunchedJob) -> int:
                 known_as = one.known_as + (not attempts[-1].unstarted)
                 number = free_number(job.folder, one.number)
                 one = RunningAttempt(job, number, known_as, action.ranks, place, shared)
+    except BaseException:  # for example an OSError: no rank may go on without `mpidist launch`
+        for each in (one, one and one.growth and one.growth.new):
+            if each and each.process.poll() is None:
+                each.end()
+        raise
     finally:
         shared.requests.close()
         remove_memory_folder(job, memory, action is not None and action.code == 0, place.hosts)

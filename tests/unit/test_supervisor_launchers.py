@@ -45,6 +45,21 @@ def test_the_program_has_the_whole_environment(tmp_path, launcher, monkeypatch, 
     assert given == words
 
 
+def test_an_error_of_its_own_leaves_no_process(tmp_path, launcher, monkeypatch):
+    """Nobody would end a program that has no heartbeat."""
+    started = []
+
+    def watch(attempt):
+        started.append(attempt.process)
+        raise OSError("the file system is gone")
+
+    monkeypatch.setattr(attempts.RunningAttempt, "watch", watch)
+    job = attempts.LaunchedJob(("sleep", "60"), 1, tmp_path / "control", words=launcher)
+    with pytest.raises(OSError, match="gone"):
+        attempts.run(job)
+    assert started[0].poll() is not None
+
+
 def test_asked_between_two_attempts(tmp_path, launcher, monkeypatch, capsys):
     """R106: it is requeued all the same; and a signal while it ends does not end it otherwise."""
     scontrol = tmp_path / "scontrol"

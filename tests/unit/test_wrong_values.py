@@ -1,5 +1,7 @@
 """A value of a wrong type, in a job file or on the command line, is an error of one line."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -59,6 +61,37 @@ def test_toml_that_python_refuses(text, tmp_path):
     (tmp_path / "job.toml").write_text("")
     with pytest.raises(ConfigError, match=r"--set 'x=.*\.\.\.: "):
         job.read_job(tmp_path / "job.toml", [text.replace(" ", "")])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("launch -n 1 --heartbeat -1 -- true", "--heartbeat -1; expected seconds, above 0"),
+        ("launch -n 1 --grace nan -- true", "--grace nan; expected seconds"),
+        ("launch -n 1 --stall-timeout 0 -- true", "--stall-timeout 0; expected seconds"),
+        ("launch -n 1 --launcher no_such -- true", "--launcher 'no_such': no such program"),
+        ("launch -n 1 -- no_such_program", "no program 'no_such_program' that can be run"),
+        ("launch -n 1 -- ./file", "no program './file' that can be run"),
+        ("bench loader --json no/rows", "--json no/rows: expected a file in a folder"),
+        ("bench step --json .", "--json .: expected a file in a folder"),
+        ("bench allreduce --min 100 --max 8", "--min 100 is above --max 8"),
+        ("train job.toml --set model.seed=x", "seed of the model is 'x', expected a whole"),
+    ],
+)
+def test_values_of_options(words, told, capsys, tmp_path, monkeypatch):
+    """Each is found before a process is started, MPI begins, or anything is measured."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    Path("file").touch()
+    Path("job.toml").write_text(
+        'steps = 1\ndata.name = "digits"\noptimizer = { name = "sgd", lr = 0.1 }\n'
+        'model = { name = "logistic", inputs = [1, 8, 8], classes = 10 }\n'
+    )
+    assert main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "job.toml"}
 
 
 @pytest.mark.parametrize(

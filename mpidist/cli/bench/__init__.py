@@ -56,6 +56,9 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value <= 0:
             option = {"low": "min", "high": "max", "nbytes": "bytes"}.get(name, name)
             raise ConfigError(f"--{option} {value}: expected more than 0")
+    if args.json and not (Path(args.json).parent.is_dir() and not Path(args.json).is_dir()):
+        # A benchmark may take minutes, and its rows would be lost.
+        raise ConfigError(f"--json {args.json}: expected a file in a folder that exists")
     if args.what == "allreduce":
         allreduce.prepare(args)
     if getattr(args, "advise", False):

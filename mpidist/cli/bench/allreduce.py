@@ -46,6 +46,8 @@ def prepare(args) -> None:
         raise ConfigError(f"--step {args.step}: expected 2 or more")
     if args.low is None:
         args.low = 128 << 10 if args.cold else 8
+    if args.low > args.high:
+        raise ConfigError(f"--min {args.low} is above --max {args.high}: no size is left")
     if args.thread_level == "funneled":
         # MPICH switches its fast on-node collectives off at THREAD_MULTIPLE.
         import mpi4py
