@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import events
-from ..errors import ConfigError
+from ..errors import ConfigError, StorageError
 from ..launch import binding, claims, heartbeat, start_checks, start_report
 from ..launch.environment import has_ulfm, memory_folder
 from ..launch.fault_points import fault_point
@@ -153,7 +153,10 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
             print(line, flush=True)
             _keep_start(job, args, per_host)
         log = job.folder / "events" / f"rank-{comm.rank}.jsonl"
-        events.open_log(log, rank=comm.rank, host=host)
+        try:
+            events.open_log(log, rank=comm.rank, host=host)
+        except OSError as error:  # a run without this log is still a good run
+            _note(f"cannot write the events of rank {comm.rank} to {log}: {error.strerror}")
 
     if hand_over.is_waiting():
         hand_over.at_turn.append(begin)
@@ -219,7 +222,11 @@ def _keep_start(job, args, per_host: Mapping[str, int]) -> None:
     try:
         start_records.keep(job.folder, Path(args.job), facts)
     except OSError as error:  # a run without this record is still a good run
-        print(f"mpidist: cannot record this start in {job.folder}: {error}", file=sys.stderr)
+        _note(f"cannot record this start in {job.folder}: {error}")
+
+
+def _note(text: str) -> None:
+    print(f"mpidist: {text}", file=sys.stderr, flush=True)
 
 
 def _again(args, ranks: int, crowded: bool) -> str:
@@ -240,9 +247,15 @@ def _report(job, summary, again: str) -> None:
         return  # the run was finished before, and a line at its start has said so
     facts = summary.as_dict()
     text = json.dumps(facts, indent=2)
-    partial = job.folder / "summary.json.part"
-    partial.write_text(text + "\n", encoding="utf-8")
-    partial.replace(job.folder / "summary.json")
+    partial, whole = job.folder / "summary.json.part", job.folder / "summary.json"
+    try:
+        partial.write_text(text + "\n", encoding="utf-8")
+        partial.replace(whole)
+    except OSError as error:
+        raise StorageError(
+            f"the state of the run is saved, but {whole} cannot be written: {error.strerror}; the "
+            "same command writes it"
+        ) from None
     done = "done" if summary.finished else f"stopped as planned after {summary.steps} steps"
     said = [f"{summary.epochs} epochs"]
     if facts["train_loss"] is not None:
@@ -307,7 +320,10 @@ class Reporter:
 
     def _begin(self) -> None:
         self.speaks = True
-        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        try:
+            self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            _note(f"cannot write {self._path}: {error.strerror}")
 
     def resized(self, _old: int, _new: int, run) -> None:
         """Begin to print if this rank has become the first rank (`on_resize` of `md.train`)."""
@@ -321,7 +337,8 @@ class Reporter:
         """Write and show the measurements of one step."""
         if not self.speaks:
             return
-        if step.step % self.every == 0 or step.step == step.last:
+        logged = step.step % self.every == 0 or step.step == step.last
+        if logged and self._file is not None:
             # Numbers get six significant digits, because losses may be small and steps short.
             facts = {key: float(f"{v:.6g}") if isinstance(v, float) else v
                      for key, v in step._asdict().items()}  # fmt: skip

@@ -16,7 +16,7 @@ from .engines import arena_sum
 from .engines.executor import Program, Run, heading, hear_first
 from .engines.prepare_call import check_out
 from .engines.reductions import known, total_weight, weight_sums
-from .plan import AllreducePlan, find
+from .plan import AllreducePlan, find, make_plan, remember
 from .schedules import algorithms
 
 _ndarray = np.ndarray
@@ -364,6 +364,12 @@ def sum_of_weights(context: Context, op, weight, algorithm: str) -> float | None
     # The weighted sum of the vectors is divided by this sum of weights. If the vectors are summed
     # in rank order ("ordered"), the weights are summed in rank order, too.
     in_order = algorithm == algorithms.ORDERED
-    find(context, sums, "sum", algorithms.ORDERED if in_order else algorithms.NATIVE)(sums)
+    name = algorithms.ORDERED if in_order else algorithms.NATIVE
+    plan = context.plans.get(place := ("weights", name))
+    if plan is None:
+        # If another rank gives no weight, the error must not show it a sum that nobody has called.
+        plan = make_plan(context, sums, "sum", name, "weights of a mean")
+        remember(context, place, plan)
+    plan(sums)
     context.under_way = False  # all ranks have the same sum, and raise the same error
     return total_weight(sums)

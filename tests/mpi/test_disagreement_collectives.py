@@ -94,7 +94,12 @@ def test_all_ranks_raise(comm, name, parameter, value, words):
 
 
 #: Weight of rank 1 in a mean, where all others give 1.0 -> what the message names.
-WEIGHTS = {"-1": "weight=-1.0", "nan": "weight=nan", "text": "weight=nan", "none": "reduce"}
+WEIGHTS = {
+    "-1": "weight=-1.0",
+    "nan": "weight=nan",
+    "text": "weight=nan",
+    "none": "weights of a mean",
+}
 
 
 @pytest.mark.ranks(2, 3)

@@ -20,6 +20,7 @@ are sent on the communicator `Context.control`.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -151,6 +152,9 @@ class Statuses:
         same = [s for s in statuses if s.state != WAITING or s.sequence == number]
         mine = self.context.operation(number)
         here = mine.text() if mine else "it"
+        if conflict(same) is None:
+            # The others have answered with a later operation, such as a nonblocking one.
+            same = self._conflicting()
         self._disagreeing(same, f"operation #{number}: other ranks are not in {here}")
 
     def known(self, rank: int) -> Status | None:
@@ -268,7 +272,8 @@ class Statuses:
             if status.rank < self._caller and not self.closing:
                 self._caller = status.rank
                 self._tell(status, [rank for rank in self.neighbours if rank != status.rank])
-                self._tell(self._status(WAITING), [status.rank])
+                gone = self.context.closed  # then no operation of this rank is under way
+                self._tell(self._left() if gone else self._status(WAITING), [status.rank])
 
     def _decide(self, waited: float) -> None:
         """If statuses conflict, give all ranks time to send statuses, then raise MismatchError."""
@@ -358,6 +363,9 @@ class Statuses:
 def call_site() -> str:
     """Return the line of the user's program that has called mpidist, such as ``train.py:31``."""
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and events.is_ours(frame.f_code.co_filename):
+    while frame is not None and (
+        # contextlib calls the exits of our ``with`` blocks while an exception goes through them.
+        events.is_ours(frame.f_code.co_filename) or frame.f_code.co_filename == contextlib.__file__
+    ):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""

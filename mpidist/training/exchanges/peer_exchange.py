@@ -23,8 +23,9 @@ import numpy as np
 from ... import events
 from ...collectives.allreduce import allreduce
 from ...collectives.broadcast_parameters import broadcast_parameters
-from ...errors import MismatchError
+from ...errors import MismatchError, MpidistError
 from ...fault_tolerance.check_replicas import check_replicas
+from ...fault_tolerance.finite import is_finite
 from ...gradients.flat_views import flat_views
 from ...partition import BlockPartition
 from ...peers.async_messages import AsyncMessages
@@ -83,6 +84,7 @@ class Peers(WholeModel):
         self._equal = True  # whether all ranks have the same model
         self._factor = 1.0
         self._apart = 0.0
+        self._bad = False  # whether a loss of this rank was not finite
 
     def _allocate(self) -> None:
         self.gradients, _ = flat_views(self.model.parameters)
@@ -130,7 +132,7 @@ class Peers(WholeModel):
         check_in_place(self.gradients, self._views)
         self._attend()  # so that a rank that never waits also learns of an error
         if not np.isfinite(loss):
-            self._factor, stop = 0.0, 1
+            self._factor, stop, self._bad = 0.0, 1, True
         return loss, self.agreement.at(self.steps + 1, bool(stop))
 
     def update(self) -> None:
@@ -181,8 +183,21 @@ class Peers(WholeModel):
         check_replicas(self.comm, self.model.parameters, step=step)
 
     def save_point(self, step: int) -> None:
-        """Before a checkpoint, give all ranks the mean of their models. Collective."""
+        """Before a checkpoint, give all ranks the mean of their models. Collective.
+
+        Raises MpidistError on all ranks if a rank's loss was not finite, and the mean of the models
+        is not finite either. It must not be saved, because each resumed run would begin with it.
+        """
         self._meet()
+        bad = run_on_all(self.comm, "md.train: losses", lambda: self._bad, any)
+        if bad and not is_finite(self.state(saving=True)):
+            error = MpidistError(
+                f"step {step}: the loss is not a number any more; nothing was saved, because the "
+                "mean of all models holds NaN or infinity already. Lower the learning rate, clip "
+                "the gradients, or look for a bad record"
+            )
+            error.everywhere = True
+            raise error
 
     def finish(self) -> None:
         """At the end of the run, give all ranks the mean of their models. Collective."""
