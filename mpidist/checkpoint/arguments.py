@@ -34,6 +34,8 @@ def checked_path(name: str, given) -> str:
         raise ConfigError(f"{name}={shown(given)}; expected a path") from None
     if not path:
         raise ConfigError(f"{name}={path!r}; expected a path, '.' for the current folder")
+    if "\0" in path:
+        raise ConfigError(f"{name}={path!r}; a path cannot contain a zero byte")
     if scheme := _SCHEME.match(path):
         raise ConfigError(
             f"{name}={path!r} is an address of {scheme[1]!r}; expected a path in a file system "

@@ -202,8 +202,8 @@ def iallreduce(
     """Begin an allreduce and return a `Handle`; do not use `x` before the operation has ended.
 
     Collective over `comm`, in the same order on all ranks. The parameters are the same as for
-    `allreduce`. The function returns at once, even if other ranks are late; only the first call on
-    `comm` waits for the other ranks.
+    `allreduce`, except that `x` is no `Arena` (pass ``arena.flat``). The function returns at once,
+    even if other ranks are late; only the first call on `comm` waits for the other ranks.
 
     ``handle.test()`` makes progress for the operation, and so does every collective of mpidist that
     waits in this thread. A program may therefore wait for its handles in any order. MPI calls that
@@ -219,6 +219,8 @@ def iallreduce(
     context = of(comm)  # first, since `of` installs the hook that ends a failed job
     with context.call("iallreduce"):
         op, algorithm = known(op), algorithms.chosen(algorithm, reproducible)
+        if isinstance(x, Arena):
+            raise ConfigError("iallreduce takes no arena; pass arena.flat, or call allreduce")
         target = _target(x, out)
         if algorithm in (algorithms.MEASURED, algorithms.NATIVE, *algorithms.NODE):
             algorithm = nonblocking(comm.size)

@@ -184,3 +184,29 @@ def test_what_is_refused(comm):
     ):
         with pytest.raises(ConfigError, match=text):
             fit(comm, **settings)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("strategy", [md.PeerAverage("ring", 2), md.Hogwild()], ids=repr)
+def test_a_model_that_is_not_finite_is_not_saved(comm, folder, strategy):
+    """Each resumed run would begin with it; the step before stays the newest."""
+    model = models.mlp([12, 16, 3], seed=7)
+    usual, calls = model.loss_and_gradients, []
+
+    def torn(batch, gradients, ready=None):
+        calls.append(len(batch[0]))
+        if comm.rank == 1 and len(calls) == 6:
+            model.parameters["dense1.bias"][...] = np.nan
+        return usual(batch, gradients)
+
+    model.loss_and_gradients = torn
+    with pytest.raises(MpidistError, match="nothing was saved, because the mean of all models"):
+        md.train(
+            comm, model, TRAIN, optimizer=optim.sgd(0.1), global_batch=20, epochs=2,
+            strategy=strategy, checkpoint=folder, checkpoint_every=4,
+        )  # fmt: skip
+    if comm.rank == 0:
+        saved = md.load(folder)
+        assert saved["run"]["step"] == 4
+        assert all(np.isfinite(array).all() for array in saved["parameters"].values())
+    comm.Barrier()

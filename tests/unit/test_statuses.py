@@ -49,7 +49,7 @@ class Rank:
     def __init__(self, rank, size, queues):
         self.rank, self.size, self.host = rank, size, f"n{rank // 8:04d}"
         self.control = Control(rank, queues)
-        self.failed, self.stopped = None, False
+        self.failed, self.stopped, self.closed = None, False, False
         self.history: list[Signature] = []
         self.comm, self.thread, self.identity = None, None, rank
         self.statuses = Statuses(self)

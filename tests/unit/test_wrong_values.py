@@ -40,6 +40,13 @@ def test_settings_of_schedules():
         optim.from_settings("sgd", {"lr": rate})
 
 
+def test_a_path_with_a_zero_byte(tmp_path):
+    tables = 'data.name = "digits"\nmodel.name = "lenet"\noptimizer.name = "sgd"\n'
+    (tmp_path / "job.toml").write_text('out = "a\\u0000b"\nsteps = 1\n' + tables)
+    with pytest.raises(ConfigError, match=r"out='a\\x00b'; a path cannot contain a zero byte"):
+        job.read_job(tmp_path / "job.toml")
+
+
 @pytest.mark.parametrize("value", ["5", True, None])
 def test_seconds_must_be_numbers(value):
     with pytest.raises(ConfigError, match=r"loading: starved_after is .*, expected a number"):
