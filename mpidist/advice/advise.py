@@ -1,12 +1,11 @@
 """`mpidist bench allreduce --advise`: find settings with which the allreduce of MPI is faster.
 
 MPI chooses its algorithms when it starts, so the ranks are started again for each algorithm of MPI.
-There are `PASSES` passes; each pass times the default and all other algorithms. An algorithm is
-kept only if it was faster than the default in every pass. A second measurement times the default
-and the best of the kept algorithms in turn. The reported gain is the gain in the second
-measurement. If the second measurement does not confirm the gain of an algorithm, this algorithm is
-not advised. The command itself is one process without MPI, which starts the ranks as separate
-programs.
+There are two passes; each pass times MPI's default and all other algorithms. An algorithm is kept
+only if it was faster than the default in every pass. A second measurement times the default and the
+best of the kept algorithms alternately. The reported gain is the gain in the second measurement. If
+the second measurement does not confirm the gain of an algorithm, this algorithm is not advised. The
+command itself is one process without MPI, which starts the ranks as separate programs.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def best_for(
     `passes` has the measured times.
 
     The result is `over` (by default MPI's own choice), unless another setting was faster than
-    `over` by the factor `GAIN` in every measuring pass.
+    `over` by the factor `GAIN` (1.05) or more in every measuring pass.
     """
     best, gain = over, GAIN
     for setting in settings:
@@ -158,8 +158,8 @@ def best_for_all(passes: Passes, settings: Sequence[Setting], sizes: Sequence[in
     """Return the one setting with which MPI's allreduce gains most, as a mean over all `sizes`.
 
     A setting is excluded if the median of its `ratios` (MPI's default time divided by the setting's
-    time) at any size is below `LOSS`. If no setting has a mean gain of `GAIN` or more in every
-    pass, the result is the default.
+    time) at any size is below `LOSS` (0.95). If no setting has a mean gain of `GAIN` (a factor of
+    1.05) or more in every pass, the result is the default.
     """
     best, gain = DEFAULT, GAIN
     for setting in settings:

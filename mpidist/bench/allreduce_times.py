@@ -61,8 +61,8 @@ def size_range(low: int, high: int, step: int = 2) -> list[int]:
 def calls_per_round(comm, nbytes: int, call: Callable[[], object]) -> int:
     """Return how many allreduces are timed together. Collective over `comm`.
 
-    The number is larger for shorter vectors. The allreduces together take at most `TURN` seconds,
-    because a few allreduces are enough on a slow network.
+    The number is larger for shorter vectors. The allreduces together take at most `TURN` (0.01)
+    seconds, because a few allreduces are enough on a slow network.
     """
     most = 200 if nbytes <= 4096 else 20 if nbytes <= 128 << 10 else 3 if nbytes <= 2 << 20 else 1
     if most == 1:
@@ -86,9 +86,12 @@ def pool_size(nbytes: int, cold: bool) -> int:
 
 
 def check_forms(forms: Sequence[str], low: int, cold: bool) -> None:
-    """Raise ConfigError for forms that are not in `FORMS`, or if `cold` needs too many vectors.
+    """Raise ConfigError for an unknown form of call, or if `cold` needs too many vectors.
 
-    If `cold` is true, the limit is `MAX_POOL` vectors of `low` bytes, the smallest size.
+    The known forms are "call", "plan", "arena" and "nonblocking".
+
+    If `cold` is true, each call needs a vector that is not in the cache; at most `MAX_POOL` (512)
+    vectors of `low` bytes, the smallest size, are allowed.
     """
     for form in forms:
         if form not in FORMS:
@@ -120,8 +123,8 @@ def measure(
     Parameters
     ----------
     forms : sequence of str
-        The ways to call an algorithm, some of `FORMS`: a function, a plan (an operation that is
-        prepared once), or a plan for an arena (memory that all ranks of a node share). Only
+        The ways to call an algorithm: "call" (a function), "plan" (an operation that is prepared
+        once), "arena" (a plan for memory that all ranks of a node share), or "nonblocking". Only
         algorithms that use the shared memory of a node are timed with an arena.
     cold : bool
         Whether each call uses a vector that is not in the cache.

@@ -64,8 +64,9 @@ def restore_newest(comm, memory: Path | None, store, like: dict, handed: str) ->
     """Return the newest state, and whether it is from the copy in memory. Collective.
 
     If the copy is missing or not newer, the state is read from `store`. `handed` says where the
-    earlier start of the program has left the state for this one: `IN_MEMORY`, `IN_STORE`, or "" if
-    it has not said so. Raises NoCheckpoint if there is no state.
+    earlier start of the program has left the state for this one: `IN_MEMORY` (in the memory of the
+    nodes), `IN_STORE` (in the checkpoint store), or "" if it has not said where. Raises
+    NoCheckpoint if there is no state.
     """
     if memory is None or not hasattr(store, "let_go"):
         return store.restore(like)[1], False

@@ -3,8 +3,8 @@
 Making a plan is collective: the ranks check that they begin the same operation, choose an
 algorithm, build its steps and allocate memory. When a plan (a prepared operation) runs, it repeats
 none of the preparation. Each communicator has a cache of plans. The cache keeps all plans that have
-an owner (an object that uses the plan), and at most `context.MAX_PLANS` other plans. To add one
-more plan without an owner, the cache drops a plan that has not run lately.
+an owner (an object that uses the plan), and at most 256 other plans (`context.MAX_PLANS`). To add
+one more plan without an owner, the cache drops a plan that has not run lately.
 """
 
 from __future__ import annotations

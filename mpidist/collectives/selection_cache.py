@@ -6,13 +6,13 @@ level, the number of ranks on each node, the processor, and the network. On anot
 another number of ranks, the file therefore has another name.
 
 A choice from a noisy measurement may be wrong, and must not be used in all later runs. A choice is
-stored only if the second-best algorithm took at least `MARGIN` times as long as the best one, if
-the best one was the fastest in most rounds, and if no other program was running on the machine
+stored only if the second-best algorithm took at least 1.1 times (`MARGIN`) as long as the best one,
+if the best one was the fastest in most rounds, and if no other program was running on the machine
 (`busy`). A choice that is not stored is measured in every run, and a stored choice is measured
-again after `DAYS` days. When `mpidist launch` starts a job again after a failure, the job must
-choose the same algorithms as before. For a job that `mpidist launch` runs, all choices are
-therefore stored in the folder of the job. Only rank 0 reads and writes the file of choices. A file
-of choices that cannot be read or written is not an error.
+again after 7 days. When `mpidist launch` starts a job again after a failure, the job must choose
+the same algorithms as before. For a job that `mpidist launch` runs, all choices are therefore
+stored in the folder of the job. Only rank 0 reads and writes the file of choices. A file of choices
+that cannot be read or written is not an error.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def bring_up_to_date(comm: MPI.Intracomm, state: State, step: int) -> int:
     Returns
     -------
     int
-        The largest step; `NOTHING` if no rank has the state.
+        The largest step; `NOTHING` (-2) if no rank has the state.
     """
     mine, steps = np.array([step], np.int64), np.empty(comm.size, np.int64)
     wait_for([comm.Iallgather(mine, steps)], mine, steps)

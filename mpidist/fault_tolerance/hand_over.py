@@ -7,11 +7,13 @@
 This is called a hand-over. An attempt is one start of the job by `mpidist launch`. `mpidist launch`
 starts the second attempt while the first attempt trains. The new ranks import modules, initialise
 MPI and open the data, and then wait for the state of the run. The old ranks and `mpidist launch`
-exchange files in the folder of the first attempt: CAN, ASKED, HANDED and DECIDED
-(`launch.heartbeat`). The new ranks write READY to the folder of their own attempt. Only one of the
-two attempts may write to the run's folder, and the file DECIDED says which one. DECIDED can be made
-only once: either by `mpidist launch`, which decides for the new ranks, or by the old ranks, which
-decide for themselves if they have waited too long.
+exchange files in the folder of the first attempt (`launch.heartbeat`). By CAN the old ranks say
+that they could leave their run to others, and by ASKED `mpidist launch` asks them to do so. By
+HANDED the old ranks say where the state is. By READY, in the folder of their own attempt, the new
+ranks say that they are ready. Only one of the two attempts may write to the run's folder, and the
+file DECIDED says which one. DECIDED can be made only once: either by `mpidist launch`, which
+decides for the new ranks, or by the old ranks, which decide for themselves if they have waited too
+long.
 """
 
 from __future__ import annotations
@@ -52,8 +54,9 @@ def is_waiting() -> bool:
 def wait_for_turn(comm) -> str:
     """Wait until the job's previous start leaves the run to these ranks. Collective over `comm`.
 
-    Returns where the state of the run is: `heartbeat.IN_MEMORY` or `heartbeat.IN_STORE`. Returns ""
-    if no previous start of the job trains, or if these ranks have already waited.
+    Returns where the state of the run is: `heartbeat.IN_MEMORY` (in the memory of the nodes) or
+    `heartbeat.IN_STORE` (in the checkpoint store). Returns "" if no previous start of the job
+    trains, or if these ranks have already waited.
     """
     before = attempt_before()
     if before is None:
@@ -103,7 +106,8 @@ def announce(can: bool) -> None:
 def asked(comm) -> str:
     """Return where newly started ranks want the state of this run; "" if none ask. Collective.
 
-    The result is `heartbeat.IN_MEMORY`, `heartbeat.IN_STORE` or "".
+    The result is `heartbeat.IN_MEMORY` (in the memory of the nodes), `heartbeat.IN_STORE` (in the
+    checkpoint store) or "".
     """
     if attempt_folder() is None:
         return ""
@@ -124,7 +128,8 @@ def _asked() -> str:
 def offer(comm, where: str) -> bool:
     """Offer this run to the newly started ranks; return whether they take it over. Collective.
 
-    `where` says where the state is: `heartbeat.IN_MEMORY` or `heartbeat.IN_STORE`.
+    `where` says where the state is: `heartbeat.IN_MEMORY` (in the memory of the nodes) or
+    `heartbeat.IN_STORE` (in the checkpoint store).
     """
 
     def decide(_) -> bool:

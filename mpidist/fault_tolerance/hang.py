@@ -34,7 +34,8 @@ class Seen:
     def forget(self, now: float) -> None:
         """Let `silent` and `still` count from the time `now`.
 
-        Called when this rank itself has not run for a while, so that it knows nothing of the other.
+        Called when this rank itself has not run for a while, so that it knows nothing of the other
+        rank.
         """
         self.heard = now
         if self.record is not None:
@@ -60,9 +61,10 @@ class Seen:
 def judge(peers: Sequence[Seen], seconds: float, now: float) -> Hang | None:
     """Return the hang that the ranks' status records show, or None if they show no hang.
 
-    The job hangs if the status record of a rank has not changed for `seconds`. The job also hangs
-    if no rank has made progress for `seconds` while at least one rank waits. If no rank waits, the
-    job is taken to be at work, even if all ranks run in endless loops.
+    The job counts as hung in two cases: the status record of a rank has not changed for `seconds`,
+    or no rank has made progress for `seconds` while at least one rank waits in a native call or in
+    mpidist. If no rank waits, the job is taken to be at work, even if all ranks run in endless
+    loops.
     """
     present = [peer for peer in peers if not peer.left]
     absent = [peer.rank for peer in present if peer.silent(now) >= seconds]
@@ -100,7 +102,11 @@ def suspects(peers: Sequence[Seen]) -> list[int]:
 def hang_report(
     peers: Sequence[Seen], hang: Hang, seconds: float, now: float, condition: Callable[[Seen], str]
 ) -> str:
-    """Return a report of a hang: a line with the suspect ranks and hosts, then a line per rank."""
+    """Return a report of a hang: a line with the suspect ranks and hosts, then a line per rank.
+
+    The job has not moved for `seconds`. ``condition(peer)`` returns in words in which condition the
+    process of a silent rank is.
+    """
     lines = [f"mpidist: watch: nothing moved for {seconds:g} s; {_accuse(peers, hang, condition)}"]
     lines[0] += "; the job ends with exit code 70"
     for peer in peers:

@@ -61,7 +61,8 @@ def find_stragglers(
     phases : sequence of str
         The names of the phases.
     factor : float
-        A rank is slow if it needs this many times as long as the median of the other ranks.
+        A rank is slow if it needs at least this many times as long as the median of the other ranks
+        (3 times by default), and at least 5 ms longer.
     """
     totals = times.sum(axis=1)
     found = []
@@ -126,7 +127,8 @@ class Window:
 
         A phase is a part of a step, such as loading data.
 
-        The result is the third smallest of ten times, so a disturbance in some steps has no effect.
+        For each phase, the result is the third smallest time of the ten steps, so a disturbance in
+        some steps has no effect.
         """
         if self._steps < WINDOW:
             return None
@@ -135,9 +137,9 @@ class Window:
 
 
 class Judge:
-    """Decides which ranks to report as slow: those slow in two windows of ten steps in a row.
+    """Decides which ranks to report as slow: those slow in two consecutive windows of ten steps.
 
-    Each rank is reported once. `AGAIN` is the number of windows.
+    Each rank is reported once.
     """
 
     def __init__(self, phases: Sequence[str] = PHASES):
@@ -146,9 +148,10 @@ class Judge:
         self.told: list[Straggler] = []
 
     def look(self, everyone: np.ndarray) -> list[Straggler]:
-        """Return the ranks that are now slow for the second window of ten steps in a row.
+        """Return the ranks that are slow in this window and were slow in the window before.
 
-        `everyone` is an array (ranks, phases) of the seconds per step in this window.
+        A window is ten steps. `everyone` is an array (ranks, phases) of the seconds per step in
+        this window. A phase is a part of a step, such as loading data.
         """
         found = find_stragglers(everyone, self.phases)
         self._seen = {one.rank: self._seen.get(one.rank, 0) + 1 for one in found}

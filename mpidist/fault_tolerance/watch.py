@@ -9,11 +9,11 @@ the status board, that all ranks read. The main thread is in one of these states
     waiting   it polls in one and the same wait of mpidist
     looping   it runs Python code, but is always at the same instruction with the same values
 
-The job hangs if a rank writes no state for `seconds`, or if no rank has made progress for `seconds`
-and at least one rank waits. As long as one rank makes progress, the other ranks may wait for any
-time. The watching thread cannot tell a native call that computes from an MPI call that waits.
-Therefore set `seconds` to more than the longest native call that all ranks make at the same time,
-such as a collective write or a factorisation.
+The job counts as hung in two cases: a rank has written no state for `seconds`, or no rank has made
+progress for `seconds` while at least one rank is `blocked` or `waiting`. As long as one rank makes
+progress, the other ranks may wait for any time. The watching thread cannot tell a native call that
+computes from an MPI call that waits. Therefore set `seconds` to more than the longest native call
+that all ranks make at the same time, such as a collective write or a factorisation.
 """
 
 from __future__ import annotations

@@ -305,9 +305,10 @@ def make_decision(folder: Path, text: str) -> bool:
 
     When a job gets more ranks, for example by `mpidist grow`, two attempts (starts of the program)
     run at the same time: the first one, whose folder is `folder`, and a new one with more ranks.
-    `text` is `KEPT` if the first attempt keeps the run; otherwise the new attempt takes it over,
-    and `text` says where the state is (`IN_MEMORY` or `IN_STORE`). Only the first decision counts,
-    so the result is False if another process has decided differently before.
+    `text` is `KEPT` ("kept") if the first attempt keeps the run. Otherwise the new attempt takes
+    the run over, and `text` says where its state is: `IN_MEMORY` ("memory") or `IN_STORE` ("store",
+    the checkpoint store). Only the first decision counts, so the result is False if another process
+    has decided differently before.
     """
     try:
         # A symbolic link is made in one step together with its text. A file could stay empty,

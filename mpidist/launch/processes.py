@@ -208,7 +208,7 @@ def run(args, *, env=None, cwd=None, timeout: float = 60) -> Finished:
 
 
 def marked(mark: str, variable: str = MARK) -> list[int]:
-    """Return the pids of the living processes that have `mark` in an environment variable."""
+    """Return the pids of the living processes whose environment variable `variable` is `mark`."""
     wanted = f"{variable}={mark}".encode()
     pids = []
     for entry in Path("/proc").iterdir():
@@ -287,7 +287,10 @@ def remove_session(pid: int, env: Mapping[str, str]) -> None:
 
 
 def end_marked(mark: str, patience: float = 5, variable: str = MARK) -> None:
-    """Kill every process that has inherited `mark`, and wait until all have ended."""
+    """Kill every process whose environment variable `variable` is `mark`, and wait for their end.
+
+    The function waits at most `patience` seconds.
+    """
     deadline = time.monotonic() + patience
     while (pids := marked(mark, variable)) and time.monotonic() < deadline:
         # The newest process is killed first, because the kernel continues a stopped rank when its

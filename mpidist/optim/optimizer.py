@@ -48,7 +48,7 @@ class Optimizer:
     Attributes
     ----------
     name : str
-        The key of the optimizer in ``OPTIMIZERS``.
+        The name of the optimizer, such as "adam", which is its key in the dict ``OPTIMIZERS``.
     init : callable
         ``init(parameters) -> state``; `parameters` is a dict of floating-point arrays.
     update : callable

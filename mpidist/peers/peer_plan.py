@@ -192,9 +192,10 @@ def peer_plan(graph, size: int) -> PeerPlan:
     Parameters
     ----------
     graph : str, sequence of sequences, or function
-        A name in `GRAPHS`; or a sequence that has, for each rank, the ranks to which it sends; or a
-        function of (rank, number of ranks, round) that returns the ranks to which `rank` sends in
-        this round. The function is called for the rounds 0 to size - 1, which are then repeated.
+        "all", "ring", "butterfly" or "halton"; or a sequence that has, for each rank, the ranks to
+        which it sends; or a function of (rank, number of ranks, round) that returns the ranks to
+        which `rank` sends in this round. The function is called for the rounds 0 to size - 1, which
+        are then repeated.
     size : int
         The number of ranks.
 

@@ -25,7 +25,7 @@ def draw_actions(run: SimulatedRun, unit: float | None = None) -> str:
     Raises
     ------
     ConfigError
-        The text would have more than `MOST_COLUMNS` columns.
+        The text would have more than `MOST_COLUMNS` (400) columns.
     """
     if not run.spans:
         return ""

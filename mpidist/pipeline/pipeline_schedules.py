@@ -70,7 +70,7 @@ def action_lists(
     Parameters
     ----------
     name : str
-        One of `SCHEDULES`.
+        "gpipe", "1f1b", "interleaved", "zero_bubble" or "pipedream".
     stages : int
         The number of ranks p.
     microbatches : int

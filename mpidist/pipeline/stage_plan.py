@@ -202,7 +202,7 @@ def plan_stages(
     replicas : sequence of int, optional
         The number of ranks of each stage. By default, all stages have the same number.
     schedule : str
-        One of `SCHEDULES`.
+        "gpipe", "1f1b", "interleaved", "zero_bubble" or "pipedream".
     chunks : int
         The number of chunks of each stage, for "interleaved".
     flush : int, optional

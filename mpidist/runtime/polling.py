@@ -61,7 +61,7 @@ def wait_until(
         A function that takes the seconds waited so far. After `patience` seconds, the wait calls
         `on_wait` about ten times a second. An exception of `on_wait` ends the wait.
     patience : float, optional
-        Seconds before the first call of `on_wait`; `PATIENCE` by default.
+        Seconds before the first call of `on_wait`; 1 by default (`PATIENCE`).
     """
     global waited, long_wait
     patience = PATIENCE if patience is None else patience

@@ -6,9 +6,9 @@ one message. A message has these parts in one contiguous buffer:
     | header: 128 bytes | push selection | pull selection | push data, parts aligned to 8 bytes |
 
 A selection lists the tensors, or the rows of tensors, to push or pull (see `routing`). A message of
-more than `MESSAGE_BYTES` is sent in pieces. The first piece contains the header, and the header
-contains the size of the whole message. No message is pickled: the training loop sends the raw bytes
-of arrays.
+more than 1 GiB (`MESSAGE_BYTES`) is sent in pieces. The first piece contains the header, and the
+header contains the size of the whole message. No message is pickled: the training loop sends the
+raw bytes of arrays.
 """
 
 from __future__ import annotations

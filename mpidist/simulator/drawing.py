@@ -53,7 +53,7 @@ def picture(file: str | Path, name: str, problem: Problem) -> None:
     """Draw what each rank does over time in the simulated schedule, one row per rank.
 
     A blue bar is a message on the network, and an orange bar is a reduction. If there are at most
-    `MOST_ARROWS` messages, an arrow for each message begins at the sender when the first byte
+    300 messages (`MOST_ARROWS`), an arrow for each message begins at the sender when the first byte
     leaves, and ends at the receiver when the last byte arrives.
     """
     size, ranks_per_node = problem.size, problem.ranks_per_node

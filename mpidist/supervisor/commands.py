@@ -273,7 +273,7 @@ def slurm_away(hosts: Sequence[str]) -> set[str]:
 
 
 def slurm_doors(hosts: Sequence[str]) -> dict[str, tuple[str, int]]:
-    """Return, for each host, the address and the port on which its Slurm daemon listens."""
+    """Return {host: (address, port)}: where the Slurm daemon of each host listens."""
     listed = "NodeHost:255,NodeAddr:255,Port:20"
     said = _ask(["sinfo", "-h", "-N", "-n", ",".join(hosts), "-O", listed])
     lines = (line.split() for line in said.splitlines())

@@ -40,7 +40,11 @@ class Deaths:
         self._thread.start()
 
     def watch(self, signs: Sequence[Sign]) -> None:
-        """Begin to watch the processes of this host's ranks; `signs` are all heartbeats."""
+        """Begin to watch the processes of this host's ranks.
+
+        `signs` has the newest heartbeat of each rank of the job. It says on which host the rank
+        runs, and with which process ID.
+        """
         for sign in signs:
             if sign.host == self._host:
                 self.watch_process(sign.pid, partial(_is_born_at, sign.pid, sign.born))
@@ -85,7 +89,9 @@ class Deaths:
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
 
     def close(self) -> None:
-        """Stop the thread and close the handles. Idempotent."""
+        """Stop the thread that watches the ranks, and close their pidfds. A second call does
+        nothing.
+        """
         if self._thread.is_alive():
             os.write(self._ended, b"!")
             self._thread.join()

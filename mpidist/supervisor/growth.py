@@ -30,10 +30,10 @@ LEAVE = 15.0
 
 
 class Waiting(Protocol):
-    """What `Growth` needs to know of the new attempt, which waits to take over the run.
+    """The methods of the new attempt (start of the program) that `Growth` calls.
 
-    `RunningAttempt` has these methods. `pending` is a signal that came while the attempt waited,
-    and that it must handle later.
+    The new attempt waits to take over the run. `RunningAttempt` has these methods. `pending` is a
+    signal that came while the attempt waited, and that it must handle later.
     """
 
     folder: Path

@@ -108,7 +108,7 @@ def silent_hosts(
 
 
 def refuses(address: str, port: int) -> bool:
-    """Return whether a host refuses connections to a port. Blocks for at most `_CONNECT` s."""
+    """Return whether a host refuses connections to a port. Blocks for at most 0.5 s."""
     try:
         socket.create_connection((address, port), _CONNECT).close()
     except ConnectionRefusedError:

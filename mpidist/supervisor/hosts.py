@@ -1,6 +1,6 @@
 """Choose the hosts for an attempt of `mpidist launch`.
 
-The chosen hosts answer, and ranks of the job have not failed first on them again and again.
+A host is chosen if it answers, unless its ranks were several times the first to fail.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ def run_on_hosts(
 ) -> list[str]:
     """Run a command on all hosts at the same time; return the hosts where it fails or takes long.
 
-    ``words(host)`` returns the command. `left` is given if the Slurm allocation has lost some of
-    the job's hosts: the hosts that it still has.
+    ``words(host)`` returns the command. `left` lists the hosts that the Slurm allocation still has,
+    if it has lost some of the job's hosts.
     """
     environment = {**launch_environment(), **commands.BESIDE_OTHERS}
     doors = None
@@ -202,7 +202,7 @@ def doubted(job: LaunchedJob, attempt: Attempt, place: AttemptPlace) -> Attempt:
 def without_culprits(
     job: LaunchedJob, attempts: Sequence[Attempt], place: AttemptPlace
 ) -> AttemptPlace:
-    """Return the hosts of `place` without those on which ranks of the job fail again and again."""
+    """Return the hosts of `place` without those whose ranks were often the first to fail."""
     if not place.hosts:
         return place
     known = attempts, job.policy, job.ranks
@@ -216,7 +216,7 @@ def without_culprits(
 
 
 def room(job: LaunchedJob, hosts: Mapping[str, int] | None) -> int:
-    """Return how many ranks can run on `hosts`, which are some of the job's hosts."""
+    """Return how many ranks can run on `hosts`, some of the job's hosts; None means all hosts."""
     if not job.hosts or hosts is None:
         return job.ranks
     if job.hosts_from:

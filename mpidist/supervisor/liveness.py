@@ -14,13 +14,13 @@ class Limits(NamedTuple):
     """After how many seconds without progress an attempt (a start of the program) must be ended.
 
     - `heartbeat`: the longest time without a heartbeat of a rank.
-    - `start`: the longest time until all ranks have begun. With None, the limit is `START`, counted
-      from the moment in which a rank has begun.
+    - `start`: the longest time until all ranks have begun. With None, the limit is 300 s, counted
+    from the moment in which a rank has begun.
     - `stall`: the longest time without a completed step; None for no limit.
     - `grace`: the time in which ranks must save and exit after a request to stop.
     - `launcher`: the longest time until the launcher starts any process, and also the longest time
-      from the end of all ranks to the end of the launcher. With None, the limit is `LAUNCHER`, but
-      there is no limit for the start if the launcher queues jobs, as srun does.
+      from the end of all ranks to the end of the launcher. With None, the limit is 30 s, but there
+      is no limit for the start if the launcher queues jobs, as srun does.
     """
 
     heartbeat: float = 60.0

@@ -65,7 +65,8 @@ HEARD = (*ASK, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 class SharedFacts(NamedTuple):
     """What all attempts (starts of the program) of a job share.
 
-    These are the results of earlier attempts, the folder in memory, and the requests to the job.
+    These are the results of earlier attempts, the folder in /dev/shm for copies of the state, and
+    the requests to the job: to continue with more ranks, or to end.
     """
 
     attempts: list[Attempt]

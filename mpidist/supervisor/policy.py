@@ -199,8 +199,11 @@ def left_out(
 
     Parameters
     ----------
-    attempts, policy, wanted
-        As in `decide`.
+    attempts : sequence of Attempt
+        All attempts so far, the newest last.
+    policy : Policy
+    wanted : int
+        The number of ranks that the user wants.
     hosts : mapping
         All hosts and their numbers of ranks; together they can run `wanted` ranks.
     there : sequence of str

@@ -214,8 +214,8 @@ class Carried:
     def bring_up_to_date(self, comm, step: int) -> int:
         """Give all ranks of `comm` the state of the newest rank; return its step. Collective.
 
-        The newest rank has done the most steps. `step` is the step of this rank, or
-        `peer_state.NOTHING`.
+        The newest rank has done the most steps. `step` is the number of steps that this rank has
+        done, or `peer_state.NOTHING` (-2) if this rank has no state.
         """
         before = self.step
         newest = peer_state.bring_up_to_date(comm, self.state(), step)

@@ -7,9 +7,9 @@
     then         only if digests differ: one rank for each digest sends its words to all ranks, for
                  the error text
 
-`MAY_DIFFER` names the arguments that may differ between ranks. All other arguments are compared,
-also arguments that will be added to `md.train` later. For `test_data` and `on_resize`, the ranks
-only compare whether they were given.
+The arguments in `MAY_DIFFER` (`comm`, `loading`, `quarantine` and `callbacks`) may differ between
+ranks. All other arguments are compared, also arguments that will be added to `md.train` later. For
+`test_data` and `on_resize`, the ranks only compare whether they were given.
 """
 
 from __future__ import annotations

@@ -116,7 +116,9 @@ def from_settings(name: str, settings: Mapping):
 
 
 def as_strategy(given):
-    """Return the strategy for an argument, which is None, a name in `STRATEGIES`, or a strategy.
+    """Return the strategy for an argument, which is None, a name, or a strategy.
+
+    The names are the keys of `STRATEGIES`, such as "allreduce"; None means "allreduce".
 
     Raises ConfigError for any other argument.
     """

@@ -24,7 +24,7 @@ def export(comm, path, out, *, step: int | None = None) -> int:
     Parameters
     ----------
     out : path-like
-        A new file; its suffix is one of `plain_file.SUFFIXES`.
+        A new file; its suffix is .h5, .hdf5, .npz or .safetensors.
     step : int, optional
         The step to export; None means the newest good step.
     """

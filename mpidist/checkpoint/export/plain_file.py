@@ -51,7 +51,10 @@ def export_step(path, out, *, step: int | None = None, history: int | None = Non
 
 
 def check(out: Path) -> None:
-    """Raise ConfigError unless `out` can be a new file, with a suffix that is in `SUFFIXES`."""
+    """Raise ConfigError unless `out` can be a new file with a suffix such as .h5 or .npz.
+
+    The suffix must be in `SUFFIXES`: .h5, .hdf5, .npz or .safetensors.
+    """
     if out.suffix not in SUFFIXES:
         raise ConfigError(f"{out}: expected a name that ends in one of {', '.join(SUFFIXES)}")
     if not out.parent.is_dir():
@@ -101,7 +104,7 @@ def _escaped(key: str) -> str:
 
 
 def extras_text(extras: Mapping[str, object], dtypes: Mapping[str, str]) -> str:
-    """Return the JSON text for the entry `EXTRAS` of a file.
+    """Return the JSON text for the entry ``__extras__`` of an exported file.
 
     The text holds the extras (the values that are not arrays), and the original dtype of each array
     that `named` has converted to integers.

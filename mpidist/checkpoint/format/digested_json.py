@@ -95,7 +95,7 @@ def list_of(value) -> list:
 
 
 def integer_of(value, least: int = 0) -> int:
-    """Return `value` if it is an integer from `least` to `BIG` - 1; otherwise raise Damaged."""
+    """Return `value` if it is an integer from `least` to 2**62 - 1; otherwise raise Damaged."""
     if type(value) is not int or not least <= value < BIG:
         raise Damaged(f"expected an integer of {least} or more, got {str(value)[:40]}")
     return value

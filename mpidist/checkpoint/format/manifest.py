@@ -83,7 +83,8 @@ class Manifest(NamedTuple):
     """The description of one checkpoint: everything except the data of its arrays.
 
     `rows` is the table of all pieces (parts of tensors; see `piece_table`), in the order of the
-    tensors. The column `FILE` of `rows` holds indices into `files`.
+    tensors. `files` has the shard files. The column `FILE` of `rows` says in which of them each
+    piece is: it holds indices into `files`.
     """
 
     step: int
@@ -129,7 +130,11 @@ class Table(NamedTuple):
 
 
 def numbers(rows: np.ndarray) -> bytes:
-    """Return the bytes that list `rows` in a shard's table file: all columns except `FILE`."""
+    """Return the bytes that list the pieces `rows` (a piece table) in a shard's table file.
+
+    The column `FILE` (the number of the shard file) is left out, because it is the same in all
+    rows.
+    """
     return np.delete(rows, piece_table.FILE, axis=1).astype("<i8").tobytes()
 
 
@@ -153,7 +158,7 @@ def check_head(head: bytes, block: int, digest: bytes) -> Table:
     """Check the `head` of a shard's table, and return the manifest's entry for this table.
 
     Raises Damaged unless the head describes a complete shard whose list of pieces (parts of arrays)
-    has the SHA-256 `digest`.
+    has the SHA-256 `digest`. `block` is the number of bytes for which the shard has a checksum.
     """
     body = decode_digested(head, "table", "digest")
     with as_damage("table"):
@@ -182,8 +187,10 @@ def encode(
 ) -> bytes:
     """Return the bytes of MANIFEST.json, which depend only on the arguments.
 
-    `tensors` is the result of `encode_tensors`, `tables` are the entries of the shards' tables, and
-    `block` is the number of bytes for which a file has a checksum.
+    `block` is the number of bytes for which a file has a checksum, and `writers` the number of
+    ranks that have written. `tables` are the entries of the shards' tables, and `tensors` is the
+    result of `encode_tensors`. `extras` are the (path, value) pairs of the values that are not
+    arrays. `software` has names and versions of software.
     """
     body = {"format": FORMAT, "version": VERSION, "step": step, "block": block, "writers": writers}
     body["tables"] = [table._asdict() for table in tables]
@@ -195,7 +202,7 @@ def encode(
 
 
 def tables_of(data: bytes) -> tuple[Table, ...]:
-    """Return the entries of the tables that a MANIFEST.json lists; the tables are not read.
+    """Return a `Table` for each table file that a MANIFEST.json lists; the files are not read.
 
     A manifest of format 1 lists no tables. Raises Damaged if the manifest is damaged, and
     Unreadable if its format is not known here.
@@ -216,7 +223,11 @@ def tables_of(data: bytes) -> tuple[Table, ...]:
 
 
 def version_of(body: dict, form: str, name: str) -> int:
-    """Return the format version in the JSON `body` of a file; raise Unreadable if it is unknown."""
+    """Return the format version in the JSON `body` of a file; raise Unreadable if it is unknown.
+
+    `form` is the name that the format must have in the JSON, and `name` is the name of the file.
+    Raises Damaged if the file has another format.
+    """
     if body.get("format") != form:
         raise Damaged(f"{name} was written by another program")
     version = body.get("version")

@@ -65,7 +65,8 @@ def joined(tables: Sequence[np.ndarray], dims: int = 1) -> np.ndarray:
 def of_regions(regions: Sequence[tuple[int, Region]], file: int = 0) -> np.ndarray:
     """Return a table with a row for each (tensor number, region) pair.
 
-    In every row the column "file" is `file`, and the column "offset" is 0.
+    In every row, the column "file" (the number of the shard file) is `file`, and the column
+    "offset" (the position in the file) is 0.
     """
     dims = max((len(r.start) for _, r in regions if isinstance(r, Box)), default=0) or 1
     zeros, ones = (0,) * dims, (1,) * dims
@@ -92,7 +93,10 @@ def sizes(rows: np.ndarray) -> np.ndarray:
 
 
 class Grid:
-    """The shapes of all tensors as one array, with columns for `dims` axes."""
+    """The shapes of all tensors as one array of integers: a row per tensor, `dims` columns.
+
+    A tensor with fewer than `dims` axes gets axes of length 1 at its end.
+    """
 
     def __init__(self, shapes: Sequence[Shape], dims: int):
         self.shapes, self.dims = shapes, dims
@@ -110,7 +114,9 @@ class Grid:
 
 
 class Geometry:
-    """The positions of pieces (`rows`, as in a piece table) in their tensors (`grid`).
+    """The positions of pieces (parts of tensors) in their tensors.
+
+    `rows` is a piece table, and `grid` has the shapes of the tensors.
 
     For a piece that does not lie inside its tensor, only the attribute `inside` is defined.
     """
@@ -150,9 +156,10 @@ class Geometry:
 
     @cached_property
     def last(self) -> np.ndarray:
-        """Position just after the last element of each piece (row), counted as in `low`.
+        """Position just after the last element of each piece (row of the table).
 
-        The value is undefined for an empty piece.
+        The positions count through all flattened tensors, laid end to end. The value is undefined
+        for an empty piece.
         """
         inner = np.einsum("ij,ij->i", self.extent - 1, self.grid.stride[self.tensor])
         return self.low + np.where(self.flat, self.extent[:, 0], inner + 1)

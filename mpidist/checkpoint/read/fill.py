@@ -45,9 +45,9 @@ def batches(sizes: Sequence[int]) -> list[int]:
 
     `sizes` has the bytes of temporary host memory that each tensor needs.
 
-    The tensors of a batch need at most `STAGED` bytes together, unless the batch is a single
-    tensor. Batches are as long as possible, because a block of a file with data of two batches is
-    read twice.
+    The tensors of a batch need at most `STAGED` bytes (256 MiB) together, unless the batch is a
+    single tensor. Batches are as long as possible, because a block of a file with data of two
+    batches is read twice.
     """
     ends, held = list[int](), 0
     for number, size in enumerate(sizes):

@@ -159,7 +159,7 @@ def _to_cache(descriptor: int, error: OSError) -> None:
 
 
 def paged(count: int) -> np.ndarray:
-    """Return an array of `count` bytes whose address is a multiple of `PAGE`."""
+    """Return an array of `count` bytes whose address is a multiple of 4096, the size of a page."""
     memory = np.empty(count + PAGE, np.uint8)
     skip = -memory.ctypes.data % PAGE
     return memory[skip : skip + count]

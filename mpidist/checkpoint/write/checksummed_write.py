@@ -28,9 +28,9 @@ def write(
 ) -> list[int]:
     """Write the byte arrays `runs` to a file, one after the other; `size` is their total size.
 
-    Return the CRC-32 of each block of `files.BLOCK` bytes of the file. The checksums are computed
-    from the same buffers that are written. If `digest`, a hashlib object, is given, it is updated
-    with all bytes.
+    Return the CRC-32 of each block of `files.BLOCK` bytes (1 MiB) of the file. The checksums are
+    computed from the same buffers that are written. If `digest`, a hashlib object, is given, it is
+    updated with all bytes.
     """
     block, group = files.BLOCK, files.GROUP * files.BLOCK
     direct = direct and block % files.PAGE == 0 and files.set_direct_io(descriptor, True)

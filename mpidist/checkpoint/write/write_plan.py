@@ -47,7 +47,7 @@ class Description(NamedTuple):
     `facts` has the name, dtype and shape of each tensor that the rank holds in part or whole.
     `sharded` says for each tensor whether the rank holds a shard of it. `shards` is a table (see
     module `piece_table`) of the index ranges of each shard. The column `TENSOR` of the table
-    `shards` has an index into `facts`.
+    `shards` says to which tensor a shard belongs: it has an index into `facts`.
     """
 
     facts: tuple[Fact, ...]

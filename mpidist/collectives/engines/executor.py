@@ -81,7 +81,7 @@ def hear_first(context) -> None:
     """If another rank has reported an error, raise it; called before an operation begins.
 
     A rank that stops an operation because of an error keeps the buffers of its messages only for
-    `GRACE` seconds. A rank that begins the operation later must not receive messages from such
+    one second (`GRACE`). A rank that begins the operation later must not receive messages from such
     buffers.
     """
     now = time.monotonic()
@@ -207,7 +207,7 @@ class Run:
             raise
 
     def finish_sends(self, error: BaseException) -> None:
-        """Wait up to `GRACE` seconds until MPI has sent all messages from the caller's memory.
+        """Wait at most one second until MPI has sent all messages from the caller's memory.
 
         If `error` reports a death, the messages may never end, and their memory is kept instead.
         """

@@ -218,10 +218,10 @@ class Handshake:
 
     When all ranks have begun the handshake, each rank makes the blocking call, which no rank can
     leave before all ranks have made it. If an exception (such as KeyboardInterrupt) interrupts one
-    rank in the handshake, this rank waits up to `GRACE` seconds for the other ranks to begin the
-    handshake. If all ranks have begun in time, the interrupted rank makes the blocking call first
-    and raises the exception afterwards. A rank that comes to the handshake more than `GRACE`
-    seconds after the exception receives the error of the interrupted rank first, and does not begin
+    rank in the handshake, this rank waits at most one second (`GRACE`) for the other ranks to begin
+    the handshake. If all ranks have begun in time, the interrupted rank makes the blocking call
+    first and raises the exception afterwards. A rank that comes to the handshake more than one
+    second after the exception receives the error of the interrupted rank first, and does not begin
     the handshake.
     """
 

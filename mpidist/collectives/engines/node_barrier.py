@@ -70,7 +70,8 @@ class NodeBarrier:
     waits at a barrier that the stopped rank has reached computes the count from the complement, and
     passes.
 
-    On nodes of more than `node.FEW_RANKS` ranks, one NumPy call reads the counters of all ranks.
+    On nodes of more than 16 ranks (`node.FEW_RANKS`), one NumPy call reads the counters of all
+    ranks.
     """
 
     def __init__(self, context: Context, lines: memoryview, topology: Topology):

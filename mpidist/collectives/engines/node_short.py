@@ -7,7 +7,7 @@ successive allreduces use the first and the second slots in turn. When a rank ov
 slots, all ranks have already read the old contents, because they have since reached the barrier of
 another allreduce.
 
-On nodes of more than `node.FEW_RANKS` ranks, one NumPy call reads the barrier counters of all
+On nodes of more than 16 ranks (`node.FEW_RANKS`), one NumPy call reads the barrier counters of all
 ranks. On these large nodes, a second NumPy call compares the numbers that identify the ranks'
 operations, and a third call adds the vectors of all ranks in rank order.
 """

@@ -39,7 +39,7 @@ def segments(nbytes: int, size: int) -> int:
 
 
 def check_scratch(name: str, size: int, n: int, itemsize: int) -> None:
-    """Raise ConfigError if an algorithm would need more than `MAX_SCRATCH` bytes of extra memory.
+    """Raise ConfigError if an algorithm would need more than 4 GiB of extra memory.
 
     Some algorithms receive the vectors of all ranks into extra memory before they add them. All
     ranks compute the same number of bytes, so either all of them raise or none does.

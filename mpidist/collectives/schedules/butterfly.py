@@ -8,14 +8,14 @@ byte. `recursive_doubling` exchanges whole vectors and has the least latency. `r
 costs L alpha + L N beta + L N gamma. `halving_doubling` (Rabenseifner) first exchanges and adds
 halves, quarters and so on, and then gathers the finished blocks in the reverse order.
 `halving_doubling` costs 2L alpha + 2(p-1)/p N beta + (p-1)/p N gamma: it sends as many bytes as a
-ring, in 2 log2 p rounds. `butterfly` chooses recursive doubling for vectors below `SHORT` bytes,
+ring, in 2 log2 p rounds. `butterfly` chooses recursive doubling for vectors below 8 KiB (`SHORT`),
 and halving and doubling for longer vectors.
 
 Two ranks that exchange data send at the same time. Over TCP, before MPI sends a long message it
 asks the receiver whether the receiver is ready (rendezvous). The receiver's answer must wait behind
-the long message that the receiver itself is sending. Halves of a vector that are longer than `LONG`
-bytes are therefore sent as several messages of `EAGER_BYTES`, which MPI sends without asking. The
-receiver then adds each message while the next messages arrive.
+the long message that the receiver itself is sending. Halves of a vector that are longer than 192
+KiB (`LONG`) are therefore sent as several messages of 60 KiB (`EAGER_BYTES`), which MPI sends
+without asking. The receiver then adds each message while the next messages arrive.
 
 If the number p of ranks is not a power of two, let p be 2^k + r, where 2^k is the largest power of
 two below p. The first 2r ranks then form pairs. The odd rank of each pair sends its vector to the

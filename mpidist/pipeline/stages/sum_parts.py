@@ -203,7 +203,8 @@ def parts_of_vector(
     The part at the end of the vector comes first, because its gradients are the first to be final.
 
     `names` and `sizes` are the names and sizes of the arrays in the vector, in their order. Each
-    part has at least `LEAST` bytes; only the part at the beginning of the vector may have fewer.
+    part has at least 256 KiB (`LEAST`); only the part at the beginning of the vector may have
+    fewer.
     """
     parts: list[tuple[int, int, set[str]]] = []
     stop = end = sum(sizes)

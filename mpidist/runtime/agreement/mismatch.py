@@ -1,9 +1,9 @@
 """Compare the statuses of ranks: are all of them in the same operation? This module uses no MPI.
 
 Every operation on a communicator has a number and a `Signature` (its kind, dtype, shape and so on).
-A rank that waits for more than a moment sends its `Status`, packed into `STATUS_BYTES` bytes, to
-other ranks. A rank that sees two different signatures with the same operation number composes the
-error text and sends it to all ranks (`statuses.py`).
+A rank that waits for more than a moment sends its `Status`, packed into 512 bytes (`STATUS_BYTES`),
+to other ranks. A rank that sees two different signatures with the same operation number composes
+the error text and sends it to all ranks (`statuses.py`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Status(NamedTuple):
     site: str
 
     def pack(self) -> bytes:
-        """Encode the status in exactly `STATUS_BYTES` bytes; texts that are too long are cut."""
+        """Encode the status in exactly 512 bytes, in which texts that are too long are cut."""
         text = "\x1f".join((self.signature, self.host, self.site)).encode()
         text = text[: STATUS_BYTES - _HEAD.size].decode(errors="ignore").encode()
         return (_HEAD.pack(self.rank, self.state, self.sequence) + text).ljust(STATUS_BYTES, b"\0")

@@ -11,7 +11,8 @@ steps.
                                                      compute with newer parameters
 
 A worker that is at most `low` steps ahead never waits, and no worker is ever more than `high` steps
-ahead. If a worker is more than `low` and at most `high` steps ahead, a rule from `RULES` decides:
+ahead. If a worker is more than `low` and at most `high` steps ahead, the rule "median" or the rule
+"paper" decides, as the user has chosen:
 
 median   The worker may go on if the slowest worker is usually about as fast: if the median or the
          mean of the slowest worker's last 31 work times is at most twice the worker's own median or
@@ -105,7 +106,10 @@ class DSSP(Consistency):
 
 
 class Rule(Protocol):
-    """Decides under `DSSP` whether a worker goes on if it is `low` to `high` steps ahead."""
+    """Decides under `DSSP` whether a worker that is `low` to `high` steps ahead goes on or waits.
+
+    `DSSP` is bounded staleness whose bound follows the speed of the workers.
+    """
 
     def may_pass(self, gate: DynamicGate, worker: int) -> bool:
         """Return whether the waiting pull of `worker` may be answered.

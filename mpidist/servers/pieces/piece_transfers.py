@@ -2,7 +2,7 @@
 
 ::
 
-    receives     | 0 | 1 | 2 | 3 |          the receives of `WINDOW` pieces are posted ahead
+    receives     | 0 | 1 | 2 | 3 |          the receives of 4 pieces (`WINDOW`) are posted ahead
     sends        | 0 | 1 | 2 | 3 |          a piece is sent from memory that nobody changes during
                                             the send, or from a buffer of the pool, which goes back
                                             to the pool after the send
@@ -61,7 +61,7 @@ class PieceReceives:
         self._status, self._model = MPI.Status(), model
 
     def post(self, free: int) -> None:
-        """Begin to receive pieces, up to `WINDOW` beyond the first `free` pieces.
+        """Begin to receive pieces, up to 4 (`WINDOW`) beyond the first `free` pieces.
 
         The caller has used the data of these `free` pieces, so their memory may be overwritten.
         """

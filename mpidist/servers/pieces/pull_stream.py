@@ -75,7 +75,7 @@ class PulledVersion:
 class PullStream:
     """The answer to one pull, which is sent in pieces from number `first` on.
 
-    At most `WINDOW` pieces are on the way at the same time.
+    At most 4 pieces (`WINDOW`) are on the way at the same time.
 
     Attributes
     ----------

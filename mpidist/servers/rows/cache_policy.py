@@ -54,8 +54,8 @@ def row_cache(model: str, given, consistency: Consistency, stale) -> RowCache | 
     Raises
     ------
     ConfigError
-        `given` is not a number of rows, or the mode or the policy for stale gradients does not
-        allow a cache.
+        `given` is neither a number of rows nor a `RowCache`, or the mode or the policy for stale
+        gradients does not allow a cache.
     """
     if given is None:
         return None

@@ -35,7 +35,8 @@ def initial_rows(
     """Return the initial values of the rows of `keys` in an open table, one row per key.
 
     The values depend only on the seed, the name of the table and the key. `width` is the number of
-    elements of a row. A normal value comes from two hashes, by the method of Box and Muller.
+    elements of a row. `init` is the kind of the values ("zeros", "constant", "uniform" or "normal")
+    and their scale. A normal value comes from two hashes, by the method of Box and Muller.
     """
     kind, scale = init
     if kind in ("zeros", "constant"):

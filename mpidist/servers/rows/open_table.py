@@ -34,8 +34,9 @@ class OpenTable:
     kind : Tensor
         The table; `kind.open` is its `OpenRows`.
     init : (str, float)
-        The kind and the scale of the initial values.
+        The kind of the initial values (such as "normal") and their scale.
     seed : int
+        The seed of the initial values.
 
     Attributes
     ----------

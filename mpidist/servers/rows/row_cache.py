@@ -12,8 +12,9 @@ t - bound - 1.) Under BSP, each row is asked for once in each clock.
 
 A worker always sees its own pushes. If an update depends only on the gradient, as with `sgd` and a
 constant learning rate, the worker applies its pushes to its cached rows. Otherwise it drops these
-rows from the cache. In modes in which servers hold pushes, the answer to a pull does not contain
-the pushes of its clock, so a row is used only in the clock in which it was fetched.
+rows from the cache. In modes in which servers hold pushes until all workers have finished the
+clock, the answer to a pull does not contain the pushes of its clock, so a row is used only in the
+clock in which it was fetched.
 
 Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS
 2013; Wei et al., "Managed communication and consistency for fast data-parallel iterative
@@ -76,9 +77,11 @@ class CachedTable:
         return places, good
 
     def keep(self, keys: np.ndarray, values: np.ndarray, has: int, came: int, now: int) -> None:
-        """Store rows that were fetched; `has`, `came` and `now` are the new entries of the columns.
+        """Store rows that were fetched, and drop others if the cache has too many rows.
 
-        If there are more rows than `most`, those that were used longest ago are dropped.
+        The rows have all updates of all workers before the clock (step) `has`, were fetched in the
+        clock `came`, and are named by the call number `now`. If there are more rows than
+        `RowCache.rows`, those that were used longest ago are dropped.
         """
         if len(keys) > self.most:
             keys, values = keys[: self.most], values[: self.most]
@@ -106,8 +109,9 @@ class CachedTable:
     ):
         """Apply this worker's own push to those rows of `keys` that the cache has, or drop them.
 
-        They are dropped if `update` is None, because the worker then cannot compute the update
-        itself.
+        `gradient` has the gradient of each of `keys`, and `weight` is the factor by which the
+        servers multiply it. The rows are dropped if `update` is None, because the worker then
+        cannot compute the update itself.
         """
         places = self.rows.find(keys)
         here = places >= 0
@@ -192,7 +196,8 @@ class CachedRows:
     def use_layout(self, layout: ServerLayout) -> None:
         """Use another division of the tables between the servers; drop all cached rows.
 
-        Rows that are dealt to the servers in turn may have other numbers in the new layout.
+        Rows of a table that are dealt to the servers one by one may have other numbers in the new
+        layout.
         """
         self._layout = layout
         self.clear()
@@ -215,7 +220,11 @@ class CachedRows:
         }
 
     def stats(self) -> dict[str, int]:
-        """Return the counts for `Client.stats`."""
+        """Return the counts "hits", "misses", "quiet" (pulls that asked no server) and "rows".
+
+        "hits" and "misses" count rows that came from the cache and from servers; "rows" is the
+        number of rows that the cache has now. `Client.stats` returns these counts.
+        """
         rows = sum(len(table.rows) for table in self._tables.values())
         return {"hits": self.hits, "misses": self.misses, "quiet": self.quiet, "rows": rows}
 
@@ -239,7 +248,10 @@ class CachedRows:
     def ask(
         self, requests: Any, flags: int, wanted: dict, results: dict, pushes, samples, known
     ) -> tuple[list[Header], float]:
-        """Do what `ClientRequests.ask` does, but ask servers only for rows that are not cached.
+        """Push, and pull tensors and rows into `results`; ask servers only for rows that are not
+        cached.
+
+        The arguments are those of `ClientRequests.ask`, which sends the requests.
 
         Returns the headers of the answers, and the seconds waited. There are no headers if no
         server had to be asked.

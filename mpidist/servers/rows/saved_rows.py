@@ -1,7 +1,8 @@
-"""Fill the pieces of a shard from pieces that any servers have saved.
+"""Fill the arrays of a server from arrays that any number of servers have saved.
 
-A piece is (tensor, first element, 1-D array), or (tensor, rows, 2-D array) if its rows are dealt to
-the servers. A piece of either kind can be filled from pieces of both kinds.
+A piece is a part of a tensor: (tensor, first element, 1-D array), or (tensor, rows, 2-D array) if
+the rows of the tensor are dealt to the servers one by one. A piece of either kind can be filled
+from pieces of both kinds.
 """
 
 from __future__ import annotations

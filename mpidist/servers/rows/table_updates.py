@@ -100,10 +100,12 @@ def check_update(asked: Any) -> None:
 def newest_values(
     shard: ServerShard, pushes: Sequence[tuple[float, Parts]]
 ) -> tuple[dict[str, Any], float] | None:
-    """Return the values to which pushes set parameters, in the form of `ServerShard.merge`.
+    """Return ({name: values}, 1.0), with the values to which pushes set parameters; or None.
 
-    `pushes` are pairs (share, gradients); a push with share 0 has no effect. Where several pushes
-    set the same row, the last push counts.
+    `values` is an array for a whole tensor, or a tuple (rows, values) for some rows of a table. 1.0
+    is the weight of the update. Each of `pushes` is a pair (share, [(part, values), ...]): a push
+    with share 0 has no effect, and a part is a tensor or some of its rows. Where several pushes set
+    the same row, the last push counts. The result is None if all shares are 0.
     """
     found: dict[str, Any] = {}
     pushes = [push for push in pushes if push[0]]

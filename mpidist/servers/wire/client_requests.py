@@ -6,10 +6,9 @@ message that ends the step. A step is also called a clock. A worker asks more se
 
 - If a worker has not pulled in a clock after the first, its push or its tick first sends an empty
   pull to every server.
-- The first pull of a clock also asks the servers that were not asked in the last `SILENT` clocks.
-So no server keeps
-  the messages of more than `SILENT` clocks of a worker.
-- If a worker has waited for `LATE` seconds, it asks all servers, so that each server knows which
+- The first pull of a clock also asks the servers that were not asked in the last 16 clocks
+  (`SILENT`). So no server keeps the messages of more than 16 clocks of a worker.
+- If a worker has waited for 0.25 s (`LATE`), it asks all servers, so that each server knows which
   workers wait.
 - In the modes with `Consistency.asks_all`, the first pull of each clock asks every server.
 """

@@ -157,11 +157,11 @@ def can_share(gradients: Mapping[str, np.ndarray], out: Mapping[str, np.ndarray]
 class CopiedPush:
     """Sends a push without a pull in pieces, from copies of a few pieces at a time.
 
-    Each piece is copied just before it is sent. So the worker needs memory for only `WINDOW`
-    pieces, and may change its gradients as soon as MPI has all pieces. A push must not wait for a
-    server that is busy (a colocated server's own worker may compute). So if the server receives no
-    piece for `LATE` seconds, or from the beginning with `late`, all other pieces are copied and
-    passed to MPI. The attribute `late` says whether this happened.
+    Each piece is copied just before it is sent. So the worker needs memory for only 4 pieces
+    (`WINDOW`), and may change its gradients as soon as MPI has all pieces. A push must not wait for
+    a server that is busy (a colocated server's own worker may compute). So if the server receives
+    no piece for 0.25 s (`LATE`), or from the beginning if the argument `late` is true, all other
+    pieces are copied and passed to MPI. The attribute `late` says whether this happened.
     """
 
     def __init__(

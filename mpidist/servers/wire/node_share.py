@@ -88,8 +88,8 @@ class NodePair(NamedTuple):
     push, answer : ndarray of uint8 or None
         For a small model, the memory of a message with a push, and of its answer.
     slots : list of ndarray of uint8
-        For a model that is sent in pieces, the memory of `WINDOW` pieces, which later pieces use
-        again (a ring buffer).
+        For a model that is sent in pieces, the memory of 4 pieces (`WINDOW`), which later pieces
+        use again (a ring buffer).
     parameters : mapping of int to (int, ndarray)
         For a model that is sent in pieces: number of a tensor -> the number of the first element
         that the server holds, and the values that it holds.

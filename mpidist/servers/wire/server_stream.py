@@ -8,7 +8,7 @@
 
 When piece k has arrived from all workers that push in pieces, the server adds the gradients in the
 order of the workers, updates the parameters of this piece, and sends them to these workers. A
-server needs memory for `WINDOW` pieces per worker.
+server needs memory for 4 pieces (`WINDOW`) per worker.
 
 A `PushStream` receives the pieces of one worker. A `StreamedUpdate` is one update of a model. At
 least one of its pushes comes in pieces; the other pushes may be whole messages. The result has the

@@ -5,18 +5,19 @@
     shard of a server    | a: 300 KiB            | b: 2 KiB | c: 1 KiB | d: 200 KiB   |
     pieces               | a 128 | a 128 | a 44  | b and c             | d 128 | d 72 |
 
-A piece has at most `PIECE_BYTES` bytes between nodes, and `NODE_PIECE_BYTES` within a node. A long
-tensor has pieces of its own, which are sent without a copy; short tensors share a piece. Each piece
-is a range of bytes of the data of a whole message (see `routing.WholeShard`), so pieces may also be
-received into a buffer for a whole message. Worker and server cut the same layout, so no message
-needs to name the parts of a piece.
+A piece has at most 128 KiB (`PIECE_BYTES`) between nodes, and 1 MiB (`NODE_PIECE_BYTES`) within a
+node. A long tensor has pieces of its own, which are sent without a copy; short tensors share a
+piece. Each piece is a range of bytes of the data of a whole message (see `routing.WholeShard`), so
+pieces may also be received into a buffer for a whole message. Worker and server cut the same
+layout, so no message needs to name the parts of a piece.
 
 In modes in which a server answers each piece as soon as it has updated it, piece k + `WINDOW` of a
-push is sent only when piece k is answered. Without this limit, pieces would not save time: the
-answers, or MPI's own control messages for them, would wait behind pieces that MPI has already
-accepted. The server posts the receives of `WINDOW` pieces of each worker in advance, and uses the
-memory of piece k again for piece k + `WINDOW`. A deadlock is impossible: the first unanswered piece
-is always being sent, and its answer waits only for the same piece of the other workers.
+push is sent only when piece k is answered (`WINDOW` is 4). Without this limit, pieces would not
+save time: the answers, or MPI's own control messages for them, would wait behind pieces that MPI
+has already accepted. The server posts the receives of `WINDOW` pieces of each worker in advance,
+and uses the memory of piece k again for piece k + `WINDOW`. A deadlock is impossible: the first
+unanswered piece is always being sent, and its answer waits only for the same piece of the other
+workers.
 
 In the other modes, a server receives the whole push before it does anything with it. Then piece k +
 `WINDOW` is sent when MPI has sent piece k. A worker sends its pushes to one server after another:
@@ -120,6 +121,6 @@ def allowed(pieces: int, begun: int, done: int) -> range:
     """Return the numbers of the pieces that may begin to be sent or received now.
 
     Of all `pieces`, the first `begun` pieces have begun, and the first `done` pieces are answered
-    (or their memory is free again). At most `WINDOW` pieces are between the two.
+    (or their memory is free again). At most 4 pieces (`WINDOW`) have begun and are not answered.
     """
     return range(begun, min(pieces, done + WINDOW))

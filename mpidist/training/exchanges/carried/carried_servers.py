@@ -258,8 +258,8 @@ class CarriedServers(Carried):
     def bring_up_to_date(self, comm, step: int) -> int:
         """Decide with the living ranks how the run goes on; return the newest step. Collective.
 
-        Returns `NOTHING` if no rank knows the step of the run, because all workers have died and
-        spares have replaced them.
+        Returns `NOTHING` (-2) if no rank knows the step of the run, because all workers have died
+        and spares have replaced them.
         """
         self._go_through(comm)
         mine = {
