@@ -65,8 +65,8 @@ def restore_newest(comm, memory: Path | None, store, like: dict, handed: str) ->
 
     If the copy is missing or not newer, the state is read from `store`. `handed` says where the
     earlier start of the program has left the state for this one: `IN_MEMORY` (in the memory of the
-    nodes), `IN_STORE` (in the checkpoint store), or "" if it has not said where. Raises
-    NoCheckpoint if there is no state.
+    host), `IN_STORE` (in the checkpoint store), or "" if it has not said where. Raises NoCheckpoint
+    if there is no state.
     """
     if memory is None or not hasattr(store, "let_go"):
         return store.restore(like)[1], False
@@ -88,7 +88,7 @@ def restore_newest(comm, memory: Path | None, store, like: dict, handed: str) ->
 def restore_copy(comm, memory: Path, path: str, like: Mapping, newer_than: int | None):
     """Return (step, state) from the copy in memory, or None. Collective.
 
-    The state has the form of `like`, as in `CheckpointStore.restore`.
+    `like` is a state of the same model: the arrays of `like` are filled in place, and returned.
 
     The result is None if some host has no copy that is newer than the step `newer_than`.
     """

@@ -349,7 +349,10 @@ class Line:
     def first(
         self, step: int | None = None, history: int | None = None, passed: Collection = ()
     ) -> Entry | None:
-        """Return the newest committed step folder, as the function `first` of this module does.
+        """Return the newest committed step folder of a history, except the folders in `passed`.
+
+        The default is the newest history. If `step` is given, only folders of this step are
+        searched.
 
         Raises NoCheckpoint if `fresh` makes the store ignore the steps in the folder and `history`
         is not given.
@@ -368,7 +371,9 @@ class Line:
         return None
 
     def all_steps(self, history: int | None = None) -> list[int]:
-        """Return the committed steps' numbers, as the function `all_steps` of this module does.
+        """Return the numbers of the committed steps that led to a history's last step, ascending.
+
+        The default is the newest history.
 
         The list is empty if `fresh` makes the store ignore the steps in the folder and `history` is
         not given.

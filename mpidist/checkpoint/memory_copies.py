@@ -41,11 +41,14 @@ def open_with_copies(
     ----------
     comm : MPI.Intracomm
     path : path-like
-        The shared folder, as in `TieredStore`.
+        The shared folder of the run's store, on disk.
     folder : Path
         A folder in the memory of the node: `launch.environment.memory_folder`.
-    keep, fresh
-        As in `TieredStore`.
+    keep : int or None
+        How many good steps the shared folder keeps; None keeps all.
+    fresh : bool or str
+        Whether to ignore the steps that the shared folder already holds; a text is a name of the
+        run, with which a later start continues it. See `CheckpointStore`.
 
     Raises
     ------
@@ -93,7 +96,8 @@ class MemoryCopies:
     ----------
     store : TieredStore
     every : int or str
-        As `checkpoint_every` of `md.train`: a number of steps, or a time, or "auto 1h".
+        When to make a copy: a number of steps, a time such as "10m", or "auto 1h" (as often as is
+        best if the job fails once an hour).
     """
 
     def __init__(self, store: TieredStore, every: int | str):

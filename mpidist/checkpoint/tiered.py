@@ -54,7 +54,7 @@ class TieredStore(Store):
     path : path-like
         The shared folder.
     keep, keep_every, writers, direct, sha256, fresh
-        Arguments for the shared folder, as in `CheckpointStore`.
+        Arguments for the shared folder, which the docstring of `CheckpointStore` explains.
     local : path-like
         A folder of the node, in memory (``/dev/shm/...``) or on a disk of the node. If two ranks of
         one node pass different folders, they count as ranks of different nodes.
@@ -215,7 +215,7 @@ class TieredStore(Store):
         return self.shared.latest_step()
 
     def continue_newest(self) -> None:
-        """Let the next save continue the newest step, as in `CheckpointStore`. Collective."""
+        """Let the next save continue the newest committed step, without reading it. Collective."""
         self.shared.continue_newest()
 
     def all_steps(self, *, history: int | None = None) -> list[int]:

@@ -54,7 +54,7 @@ def is_waiting() -> bool:
 def wait_for_turn(comm) -> str:
     """Wait until the job's previous start leaves the run to these ranks. Collective over `comm`.
 
-    Returns where the state of the run is: `heartbeat.IN_MEMORY` (in the memory of the nodes) or
+    Returns where the state of the run is: `heartbeat.IN_MEMORY` (in the memory of the host) or
     `heartbeat.IN_STORE` (in the checkpoint store). Returns "" if no previous start of the job
     trains, or if these ranks have already waited.
     """
@@ -106,7 +106,7 @@ def announce(can: bool) -> None:
 def asked(comm) -> str:
     """Return where newly started ranks want the state of this run; "" if none ask. Collective.
 
-    The result is `heartbeat.IN_MEMORY` (in the memory of the nodes), `heartbeat.IN_STORE` (in the
+    The result is `heartbeat.IN_MEMORY` (in the memory of the host), `heartbeat.IN_STORE` (in the
     checkpoint store) or "".
     """
     if attempt_folder() is None:
@@ -128,7 +128,7 @@ def _asked() -> str:
 def offer(comm, where: str) -> bool:
     """Offer this run to the newly started ranks; return whether they take it over. Collective.
 
-    `where` says where the state is: `heartbeat.IN_MEMORY` (in the memory of the nodes) or
+    `where` says where the state is: `heartbeat.IN_MEMORY` (in the memory of the host) or
     `heartbeat.IN_STORE` (in the checkpoint store).
     """
 

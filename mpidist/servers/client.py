@@ -161,7 +161,7 @@ class Client:
         """Do ``push``, ``clock`` and ``pull`` with one request to each server and one answer.
 
         `what` has the names or rows to pull, as for ``pull``, for example the rows of the next
-        minibatch. Returns the parameters for the next step, in the form that ``pull`` returns.
+        minibatch. Returns the parameters for the next step as a dict of name to array.
         """
         self._open()
         with self._fused:
@@ -323,13 +323,12 @@ class Client:
         """Use another optimizer, or another learning rate, from now on. All workers must call this.
 
         The workers call it in the same clock (step), with equal optimizers; otherwise all ranks get
-        a ProtocolError.
-        Under BSP the update of this clock is the first one with the new optimizer. In other modes a
-        server uses it as soon as the last worker has called. An optimizer of the same kind goes on
-        with the state (such as velocities and the progress of a schedule), one of another kind
-        begins with a new state. Servers get a copy of an optimizer of your own, which `pickle` must
-        be able to make; workers compare its class and its settings, as in `ServerGroup.add`. Not in
-        elastic runs.
+        a ProtocolError. Under BSP the update of this clock is the first one with the new optimizer.
+        In other modes a server uses it as soon as the last worker has called. An optimizer of the
+        same kind goes on with the state (such as velocities and the progress of a schedule), one of
+        another kind begins with a new state. Servers get a copy of an optimizer of your own, which
+        `pickle` must be able to make; workers compare its class and its settings. In elastic runs
+        the optimizer cannot change.
 
         Raises
         ------

@@ -320,7 +320,8 @@ class ConsistencyGate:
     def follow(self, decision: Any) -> list[Action]:
         """Record a decision that the first server has sent; return the actions that it allows.
 
-        It is called only in modes in which the first server decides for all servers.
+        It is called only in modes in which the first server decides for all servers which pushes of
+        a step count.
         """
         raise ProtocolError(f"{self.consistency}: no server decides for the others: {decision}")
 

@@ -74,7 +74,7 @@ def who_waits(
     ranks : sequence of int
         The rank of each worker.
     present, paused : collection of int
-        The workers that have not left, and the workers that wait in a pause.
+        The workers that have not left, and the workers that wait in `ServerGroup.pause`.
     barriers : mapping
         How many barriers each worker has entered.
     models : sequence of (str, ConsistencyGate)

@@ -156,7 +156,8 @@ class ServerGroup(OnlineShares):
             Used instead of an optimizer. "add": servers add pushed values to the present values.
             "assign": pushed values replace the present values; if several pushes of a clock under
             BSP, or several rows of a push, assign the same row, the last one in the order of the
-            workers counts. A push with ``samples=0`` has no effect; other numbers are not used.
+            workers counts. A push with ``samples=0`` has no effect; other values of `samples`
+            change nothing.
         consistency : BSP, SSP, DSSP, ASP or BackupWorkers
             BSP by default.
         seed : int
@@ -172,10 +173,10 @@ class ServerGroup(OnlineShares):
             What servers do with gradients of old parameters under ASP, SSP and DSSP.
         rows : "dense", "lazy", "open" or OpenRows, or mapping of name to these
             "dense": an update changes all rows of a tensor, with gradient zero in rows that no push
-            names. "lazy": it changes only the named rows. The result is the same if
+            names. "lazy": it changes only the named rows, with the same result if
             ``optimizer.rows`` is "exact". "open": see `OpenRows`.
         spread : "ranges" or "rows", or mapping of name to these
-            "ranges": a server holds consecutive rows. "rows": rows go to the servers in turn.
+            "ranges": a server holds consecutive rows. "rows": each next row is on the next server.
         server_device : "cpu" or "gpu"
             Where servers keep the optimizer's state and update the parameters. With "gpu", each
             server needs CuPy and a GPU.
@@ -222,7 +223,7 @@ class ServerGroup(OnlineShares):
     def remove(self, name: str) -> None:
         """Remove a model, and free its arrays on the servers. Collective over the group's `comm`.
 
-        As `add`, before the first use of a client or in a `pause`. Later calls of its client fail.
+        Call it when `add` is allowed. Later calls of the client of this model fail.
         """
         self._open()
         with self._changes.changing(f"remove {shown(name)}", self._clients):

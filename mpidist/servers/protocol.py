@@ -154,8 +154,9 @@ def largest(headers: Sequence[Header]) -> tuple[int, int, int, int]:
 def selection_words(selection: Any) -> int:
     """Return the number by which a header describes the selection of a push or a pull.
 
-    It is the number of int64 words of an array, ALL for None (all tensors of the server), and the
-    selection itself if that is one of the constants PIECES, STREAM and MEMORY.
+    For an array it is the number of its int64 words, and for None (all tensors of the server) it is
+    -1 (`ALL`). For PIECES, STREAM or MEMORY (-2, -3 and -4, three ways to send a large push), it is
+    this number itself.
     """
     if isinstance(selection, np.ndarray):
         return selection.size

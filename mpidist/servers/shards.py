@@ -211,7 +211,9 @@ class ServerShard:
             self.parameters[self._keys[part.piece.tensor]][...] = view
 
     def apply(self, pushes: Sequence[tuple[float, Parts]], weight: float = 1.0) -> bool:
-        """Make one update by `merge` and `update`; return False if all shares are 0."""
+        """Make one update with the weighted mean of pushes; return False if all their weights are
+        0.
+        """
         merged = self.merge(pushes, weight)
         if merged is not None:
             self.update(*merged)
@@ -255,7 +257,7 @@ class ServerShard:
     def weighed(self, pushes: Sequence, weight: float) -> tuple[Sequence, float]:
         """Return the pushes with their shares, and the weight of the update for the optimizer.
 
-        If the optimizer has no argument for a weight, the shares are multiplied by it instead.
+        If the optimizer has no argument for a weight, the shares are multiplied by the weight.
         """
         if weight == 0 or not self._weighs:
             return [(share * weight, parts) for share, parts in pushes], 1.0
@@ -348,7 +350,7 @@ class ServerShard:
         return total.astype(kind.dtype, copy=False)
 
     def export(self) -> dict:
-        """Return parameters and optimizer state, uncopied, in the form of `ServerGroup.shards`."""
+        """Return the dict of arrays and numbers that `ServerGroup.shards` describes; not copies."""
         tables = {table.name: table for table in self.open.values()}
         pieces = {
             self._keys[t]: (self.layout.tensors[t].name, self._saved_as(t, start))

@@ -115,7 +115,7 @@ def _number(value) -> bool:
 
 
 def check_share(max_bad: float) -> None:
-    """Raise ConfigError if `max_bad` is not a number from 0 to 1."""
+    """Raise ConfigError if `max_bad`, the allowed share of bad records, is not from 0 to 1."""
     expect(_number(max_bad) and 0 <= max_bad <= 1, "max_bad", max_bad, "a share from 0 to 1")
 
 

@@ -149,7 +149,7 @@ class Feed:
         return [place for place in range(len(indices)) if place not in bad]
 
     def close(self) -> None:
-        """Stop reading; emit an event with bytes and time of all reads. Idempotent.
+        """Stop reading; emit an event with bytes and time of all reads. A second call does nothing.
 
         If a step has begun but is not done, the model's state from before the step is restored.
         """

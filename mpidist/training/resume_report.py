@@ -28,8 +28,8 @@ _SEEN_TO = ("seed", "shuffle")
 def kept(words: Mapping[str, str]) -> dict[str, str]:
     """Return those settings of a run that a checkpoint stores, as {setting: text}.
 
-    `words` has all settings in this form. The shapes of the model's arrays are left out, since a
-    checkpoint describes its arrays anyway.
+    `words` has all settings as {setting: text}. The shapes of the model's arrays are left out,
+    since a checkpoint describes its arrays anyway.
     """
     without = (*_OF_THIS_START, *_SEEN_TO)
     return {

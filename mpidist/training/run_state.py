@@ -239,7 +239,7 @@ class Progress:
         copies.keep(self.comm, self.step, state)
 
     def hand_over(self) -> bool:
-        """Leave the state in memory for newly started, more ranks, if they ask for it. Collective.
+        """Leave the state for newly started ranks, if they ask for it. Collective.
 
         Returns whether these ranks continue the run from this state; if not, the caller saves it.
         """

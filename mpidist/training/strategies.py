@@ -32,8 +32,10 @@ class AllReduce:
 
     Parameters
     ----------
-    algorithm, reproducible
-        As in `md.allreduce`.
+    algorithm : str
+        How `md.allreduce` adds the gradients, such as "auto" (the fastest) or "ring".
+    reproducible : bool
+        Whether the sums have the same bits for any algorithm, MPI library and nodes.
     bucket_bytes : int or "auto"
         Size of the buckets in which gradients are sent between nodes.
     overlap : bool

@@ -14,7 +14,7 @@ from .run_state import Progress
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Result of `md.train`.
+    """The result of `md.train`: accuracy, losses, times, and a digest of the parameters.
 
     `step_times` has the share of communication in the time of the steps, and a histogram of the
     times of steps for each worker, see `fault_tolerance.communication_share.summarize_steps`. If

@@ -104,7 +104,8 @@ def train(
     microbatches : int
         Cut every global batch into this many pieces, and sum the gradients of the pieces in a fixed
         order. The results then have the same bits on any number of ranks, also if the run is
-        resumed on another number of ranks. AllReduce only; see docs/models.md for the cost.
+        resumed on another number of ranks. For AllReduce and Pipeline only; see docs/models.md for
+        the cost.
     check_replicas : int
         Compare the parameters of all ranks each time this many steps are done. The parameters are
         compared before each checkpoint in any case. AllReduce only.

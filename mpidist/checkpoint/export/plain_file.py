@@ -41,7 +41,8 @@ def partial_of(out: Path) -> Path:
 def export_step(path, out, *, step: int | None = None, history: int | None = None) -> int:
     """Write one step of the store at `path` to the file `out` in one process, without MPI.
 
-    Returns the step. The arguments `step` and `history` select the step, as in `mpidist.load`.
+    Returns the step. `step` is the number of the step, and `history` the number of the history
+    (branch); None means the newest good step, and the newest history.
     """
     out = Path(os.fspath(out))
     check(out)

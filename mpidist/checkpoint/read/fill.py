@@ -70,7 +70,7 @@ class Filling:
         these leaves, and sends it to all other ranks.
     rank, ranks : int
     room : array, optional
-        Buffer for messages, as in `ReadAndBroadcast`.
+        Buffer for messages with several small arrays; by default none is kept.
     """
 
     def __init__(

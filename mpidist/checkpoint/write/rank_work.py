@@ -30,7 +30,8 @@ class Work:
     facts : list of Fact
         The descriptions of all tensors, in the order of the plan.
     marks : list
-        Path, dtype, shape and region of each array of the rank, as in a `Survey`.
+        For each array of the rank: its path of dict keys, dtype, shape and region (range of indices
+        in the whole array).
     """
 
     def __init__(self, share: Share, facts: Sequence[Fact], marks: Sequence[tuple]):

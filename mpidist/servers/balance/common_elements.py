@@ -20,7 +20,7 @@ class Common(NamedTuple):
     """The elements of a tensor that a server holds in the old layout and a server in the new one.
 
     `old` and `new` are indices of these elements, in the old server's array and in the new server's
-    array. An index is a slice of a 1-D array. If rows are dealt to the servers in turn, it is an
+    array. An index is a slice of a 1-D array. If rows are dealt to the servers one by one, it is an
     array of row numbers of the result of `table`.
     """
 

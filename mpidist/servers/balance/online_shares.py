@@ -59,7 +59,8 @@ class OnlineShares:
         Parameters
         ----------
         servers : int, sequence of int, mapping of int to float, or "auto", optional
-            As for `ServerGroup`; by default the present servers. A worker may become a colocated
+            The number or the ranks of the servers, or the share of each rank, as the docstring of
+            `ServerGroup` explains; by default the present servers. A worker may become a colocated
             server. A server that is not named, or has share 0, holds nothing afterwards. It stays
             in `server_ranks`, so it can get a share later.
         weights : sequence of float, optional
@@ -85,7 +86,7 @@ class OnlineShares:
     def load(self) -> list[dict[str, float]]:
         """Return the measured work of each server so far. Collective over the workers.
 
-        The workers call it as they call `repartition`. After the end of the ``with`` block,
+        All workers call it between the same two steps. After the end of the ``with`` block,
         `report` has the same numbers.
 
         Returns
@@ -102,7 +103,7 @@ class OnlineShares:
     def rebalance(self, policy=None) -> list[float] | None:
         """Measure how busy the servers are, and give the busiest servers smaller shares.
 
-        Collective over the workers, which call it as they call `repartition`.
+        Collective over the workers, which call it between the same two steps.
 
         Parameters
         ----------
@@ -119,7 +120,8 @@ class OnlineShares:
         Raises
         ------
         ConfigError, MismatchError
-            On all ranks, as in `repartition`. The group can go on as before.
+            On all ranks, if `repartition` would raise this error for the new shares. The group can
+            go on with the old shares.
         """
         return self._with_servers("rebalance", policy)
 

@@ -68,7 +68,7 @@ def check_capacity(model: str, servers: list[tuple[int, str, int, int | None]]) 
 
 
 def bytes_text(nbytes: float) -> str:
-    """Return a byte count as text with its unit."""
+    """Return a number of bytes as text with its unit, such as ``3.1 GiB``."""
     units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while nbytes >= 1024 and len(units) > 1:
         nbytes /= 1024

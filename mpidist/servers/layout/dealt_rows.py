@@ -1,4 +1,4 @@
-"""Deal the rows of a table to the servers in turn, so that no server has all frequent rows.
+"""Deal the rows of a table to the servers one by one, so that no server has all frequent rows.
 
     rows of a table          0 1 2 3 4 5 6 7      tables often have their frequent rows first
     in dealt order           0 3 6 | 1 4 7 | 2 5  server s of n holds rows s, s + n, s + 2n, ...

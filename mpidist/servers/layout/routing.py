@@ -92,10 +92,10 @@ def has_all(layout: ServerLayout, named: Mapping) -> bool:
 def part_of(
     layout: ServerLayout, part: ShardPart, rows, flat: np.ndarray
 ) -> tuple[np.ndarray, Any]:
-    """Return the values of a tensor in an array, and the index of what `part` contains of them.
+    """Return (array, index), so that ``array[index]`` are the values that `part` contains.
 
     `flat` has the values of `rows` of the tensor, or of the whole tensor if `rows` is None. The
-    returned array is `flat` with one row for each of `rows`, or `flat` itself for a whole tensor.
+    array is a view of `flat` with one row for each of `rows`, or `flat` itself for a whole tensor.
     """
     if rows is None:
         return flat, slice(part.piece.start, part.piece.stop)
@@ -209,8 +209,9 @@ class WholeShard:
     def kept_views(
         self, buffer: np.ndarray, offset: int
     ) -> list[tuple[ShardPart, np.ndarray]] | WholeParts:
-        """Return what `views` returns for a buffer of a `MessagePool`, from byte `offset` on.
+        """Return pairs (part, 1-D view of its data) in a message, from byte `offset` on.
 
+        `buffer` is the message, in a buffer of a `MessagePool`.
         The views of small buffers are kept and returned again for the next message in the same
         buffer.
         """

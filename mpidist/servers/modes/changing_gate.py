@@ -44,7 +44,7 @@ class ChangingGate(ConsistencyGate):
     server : int
         The number of the server.
     now : callable
-        As for `Consistency.gate`.
+        ``now()`` returns the time in seconds.
     """
 
     def __init__(

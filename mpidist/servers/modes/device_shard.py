@@ -91,7 +91,9 @@ class DeviceShard(ServerShard):
         self._send_all()
 
     def export(self) -> dict:
-        """Return this server's parameters and optimizer state, as `ServerShard.export` does.
+        """Return this server's parameters and optimizer state, as a dict of arrays and numbers.
+
+        `ServerGroup.shards` describes the dict.
 
         The optimizer state is a copy on the host, so writing into it changes nothing.
         """

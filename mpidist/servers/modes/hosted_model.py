@@ -240,7 +240,8 @@ class Hosted:
         return [(samples / total, parts) for samples, parts in counted]
 
     def weighed(self, action: Apply) -> tuple[list[tuple[float, Any]], float]:
-        """Return the pushes of the update `action`, as `shares` does, and the update's weight."""
+        """Return ([(weight in the mean, gradients) of each push], weight of the update `action`).
+        """
         if self.gate.mode_at(action.clock).merges:
             return self.shares(action), 1.0
         ((_, push),) = action.pushes

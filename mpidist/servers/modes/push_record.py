@@ -75,7 +75,7 @@ class PushRecord:
             )
 
     def facts(self) -> dict:
-        """Return the counts for the report."""
+        """Return a dict of these counts, for `ServerGroup.report`."""
         return {
             "staleness": dict(self.staleness),
             "applied": list(self.applied),

@@ -258,8 +258,8 @@ class OpenTable:
     def load(self, saved: Mapping, clock: int) -> None:
         """Replace all rows by those of the keys in `saved` that belong to this server.
 
-        `saved` has pieces of tables that any number of servers have saved, in the form that
-        `ServerShard.export` returns. `clock` is the present clock (step) of the training.
+        `saved` is the dict of arrays that `ServerGroup.shards` returns, or such dicts of any number
+        of servers joined into one. `clock` is the present clock (step) of the training.
 
         Raises
         ------

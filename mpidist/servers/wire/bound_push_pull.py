@@ -1,4 +1,4 @@
-"""A push_pull of the same arrays as before, with one short message to each server and back.
+"""A push_pull of the arrays of an earlier call, with one short message to each server and back.
 
 In a small model, the checks of the arguments and the lists of parts take longer than the messages.
 So a client remembers the arrays of a call, with the lists, and need not check the same arrays
@@ -244,7 +244,8 @@ def bind(
     """Return a `BoundPushPull` of these arrays, or None if it cannot be used with them.
 
     It can be used for a small model, and C-contiguous NumPy arrays of the model's dtypes for all
-    tensors. `shards` has each server's part of the model, and `make` is as in `BoundPushPull`.
+    tensors. `shards` has each server's part of the model, and `make` has, for each server, a
+    function of flat gradients and results that returns a `BoundExchange`.
     """
     layout = shards[0].layout
     sizes = [HEADER_BYTES + shard.nbytes for shard in shards]

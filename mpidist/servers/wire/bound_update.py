@@ -1,10 +1,10 @@
-"""A faster update for gradients that are in the same memory as before: arrays are looked up once.
+"""A faster update for gradients that stay in the same memory: their arrays are looked up once.
 
-Gradients are often in the same memory as before: the shared memory of a worker of this host, a
-buffer of the pool, or the sum of all pushes of a clock. In a small model, looking up the arrays of
-an update takes longer than its arithmetic. So an object with such gradients keeps a bound update, a
-function of the optimizer that already knows all arrays, see `optim.Optimizer`. A user's optimizer
-has no bound updates, and makes updates in the usual way.
+Gradients are often in the same memory as in an earlier update: the shared memory of a worker of
+this host, a buffer of the pool, or the sum of all pushes of a clock. In a small model, looking up
+the arrays of an update takes longer than its arithmetic. So an object with such gradients keeps a
+bound update, a function of the optimizer that already knows all arrays, see `optim.Optimizer`. A
+user's optimizer has no bound updates, and makes updates in the usual way.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ class ServerCall(NamedTuple):
     Attributes
     ----------
     flags : int
-        What the requests ask for: PUSH, CLOCK and PULL of `protocol`.
+        What the requests ask for, as a sum of the bits PUSH (apply gradients), CLOCK (end this
+        worker's step) and PULL (send parameters) of `protocol`.
     wanted : mapping
         The wanted tensors: name -> rows, or None for all rows.
     flat : mapping

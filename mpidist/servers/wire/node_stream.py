@@ -80,7 +80,7 @@ class NodePushStream(PushStream):
     def use(self) -> None:
         """Mark the oldest piece as updated, so that the worker may copy the new parameters.
 
-        The worker may then also write another piece into the memory of this one.
+        The worker may then also write another piece into the memory of the oldest piece.
         """
         self._answered[ALLOWED] += 1
         self._answered[READY] += 1

@@ -207,9 +207,9 @@ class StreamedUpdate:
     shard : ServerShard
     pieces : ShardPieces
     pushes : sequence of (share, PushStream or parts)
-        In the order of the workers, see `ServerShard.merge`.
+        The pushes in the order of the workers, each with its share (its weight in the mean).
     weight : float
-        The weight of the update, see `ServerShard.merge`.
+        The weight of the update, which is a factor of the learning rate.
 
     Attributes
     ----------

@@ -43,7 +43,7 @@ TOGETHER_BYTES = 4 << 20
 
 
 class PieceReplicas(Replicas):
-    """As `Replicas`, but adds the gradients of microbatches in a fixed order.
+    """Add the gradients of microbatches in a fixed order; each rank has a copy of the model.
 
     Collective over `comm`.
     """

@@ -111,7 +111,7 @@ _PEER_MODES = {"bsp": BSP, "ssp": SSP, "asp": ASP}
 def peer_average(
     graph="butterfly", every=10, consistency: str = "bsp", staleness: int | None = None
 ) -> PeerAverage:
-    """Make the strategy that a job file describes."""
+    """Make a `PeerAverage` from the settings of the table ``[strategy]`` of a job file."""
     mode = look_up(_PEER_MODES, consistency, "consistency")
     if staleness is not None and mode is not SSP:
         raise ConfigError(

@@ -67,8 +67,8 @@ class Stages:
     choice : CutChoice
         Where the model is cut, and why there.
     order : list of int, optional
-        The rank of each replica of each stage, counted stage by stage. By default, replica k of all
-        is on rank k.
+        The rank of each replica of each stage, counted stage by stage. By default, these ranks are
+        0, 1, 2 and so on.
     """
 
     dedicated = False

@@ -64,7 +64,7 @@ class Kept(NamedTuple):
     weights : sequence of float or None
         The fraction of the model on each server, with a sum of 1; None in runs that end at a death.
     placement : str or sequence of int
-        As for `ServerGroup`.
+        Which servers are not workers: "dedicated" (all), "colocated" (none), or their ranks.
     model : KeptModel or None
         The model on the servers; None at the beginning.
     pending : Pending or None
@@ -205,8 +205,8 @@ class Served(WholeModel):
         """Return (start, stop) of this worker's samples in a global batch of `count` samples.
 
         `step` is the number of steps before this step. A batch is divided among the workers. After
-        a death, batches of which the fastest worker has already taken its part are still divided as
-        before the death.
+        a death, batches of which the fastest worker has already taken its part are still divided
+        among all workers that lived before the death.
         """
         for until, workers, worker in self.kept.shares:
             if step < until:

@@ -167,7 +167,7 @@ def server_strategy(
     server_device="cpu",
     checksums=False,
 ) -> ParameterServer:
-    """Make the strategy that a job file describes."""
+    """Make a `ParameterServer` from the settings of the table ``[strategy]`` of a job file."""
     given = {"staleness": staleness, "low": low, "high": high, "rule": rule, "count": count}
     settings = {name: value for name, value in given.items() if value is not None}
     accepted = inspect.signature(look_up(CONSISTENCIES, consistency, "consistency")).parameters

@@ -48,8 +48,8 @@ class SplitStages(Stages):
     comm : MPI.Comm
     model, optimizer
         The layers of `model` are whole, not split.
-    split : mapping
-        As in `Pipeline`.
+    split : mapping of str to str
+        The names of the layers that ranks share, and how each is divided: "columns" or "rows".
     ways : int
         The number of ranks that share a layer. The size of `comm` is a multiple of it.
     plan : callable

@@ -53,9 +53,12 @@ def order_of_ranks(
 
 
 def links_of(grid: PipelineGrid, rows: list) -> dict:
-    """Return how many bytes each pair of stage replicas exchanges in a step, as `slot_links` does.
+    """Return {(a, b): bytes}: what each pair a < b of stage replicas exchanges in a step.
 
-    `rows` is the profile of the layers, in the form of `recut.profile_rows`.
+    The replicas of all stages are numbered stage by stage.
+
+    `rows` is the profile of the layers: for each layer, (forward seconds, backward seconds, output
+    bytes, parameter bytes).
     """
     # The gradient of an output has the same size as the output.
     cuts = [2 * rows[end - 1][2] for end in grid.cuts]
