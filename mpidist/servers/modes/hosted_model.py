@@ -240,8 +240,7 @@ class Hosted:
         return [(samples / total, parts) for samples, parts in counted]
 
     def weighed(self, action: Apply) -> tuple[list[tuple[float, Any]], float]:
-        """Return ([(weight in the mean, gradients) of each push], weight of the update `action`).
-        """
+        """Return ([(weight in the mean, gradients) of each push], the weight of the update)."""
         if self.gate.mode_at(action.clock).merges:
             return self.shares(action), 1.0
         ((_, push),) = action.pushes
