@@ -48,8 +48,8 @@ class StepFacts:
     memory
         Bytes that a rank may use; None if they are not known.
     slowest
-        In each step one rank takes this many times as long as usual; in each step it is another
-        rank.
+        The factor by which the slowest rank of a step is slower than the others, for steps of
+        uneven length; the slowest rank changes from step to step.
     """
 
     parameters: int

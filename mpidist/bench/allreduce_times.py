@@ -77,7 +77,7 @@ def calls_per_round(comm, nbytes: int, call: Callable[[], object]) -> int:
 
 
 def pool_size(nbytes: int, cold: bool) -> int:
-    """Return how many vectors the timed allreduces use in turn.
+    """Return how many vectors the timed allreduces use, one after the other.
 
     The number is 1 if `cold` is false. If `cold` is true, the number is so large that the vectors
     fill the last-level cache twice.

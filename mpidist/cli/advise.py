@@ -13,7 +13,7 @@ from .simulate import add_network, network_of
 
 
 def add_parser(commands) -> None:
-    """Add this command to the argument parser."""
+    """Add the command ``mpidist advise`` to the sub-parsers `commands` of ``mpidist``."""
     parser = commands.add_parser("advise", help="which strategy suits a model; needs no MPI")
     what = parser.add_subparsers(dest="what", required=True, metavar="{servers}")
     about = "allreduce, servers (how many), or neither, with the numbers that decide"
@@ -35,7 +35,7 @@ def add_parser(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the advice, and the numbers on which it depends."""
+    """Print the advice, and the numbers on which it depends; return the exit code."""
     from ..advice.server_advice import StepFacts, advised_choice, choices, server_advice_lines
     from ..training.job import build_run, read_job
 

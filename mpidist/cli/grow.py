@@ -14,7 +14,7 @@ from ..errors import ConfigError
 
 
 def add_parser(commands) -> None:
-    """Add this command to the argument parser."""
+    """Add the command ``mpidist grow`` to the sub-parsers `commands` of ``mpidist``."""
     about = "continue the job of a running mpidist launch with more ranks"
     add = commands.add_parser("grow", help=about, description=about).add_argument
     add("control", type=Path, metavar="CONTROL", help="control folder of the mpidist launch")

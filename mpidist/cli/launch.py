@@ -17,7 +17,7 @@ from ..errors import ConfigError, shown
 
 
 def add_parser(commands) -> None:
-    """Add this command to the argument parser."""
+    """Add the command ``mpidist launch`` to the sub-parsers `commands` of ``mpidist``."""
     usage = "mpidist launch -n N [options] -- PROGRAM [ARGUMENT ...]"
     about = "run an MPI program until it is done, and start it again after a failure"
     add = commands.add_parser("launch", help=about, usage=usage).add_argument

@@ -19,7 +19,7 @@ _MOST_ADVISED = 64
 
 
 def add_parser(commands) -> None:
-    """Add this command to the argument parser."""
+    """Add the command ``mpidist pipeline`` to the sub-parsers `commands` of ``mpidist``."""
     parser = commands.add_parser("pipeline", help="measure layers, cut a model into stages")
     what = parser.add_subparsers(
         dest="what", required=True, metavar="{profile,partition,show,trace}"

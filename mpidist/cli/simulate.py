@@ -16,7 +16,7 @@ from .start import start_ranks
 
 
 def add_parser(commands) -> None:
-    """Add this command to the argument parser."""
+    """Add the command ``mpidist simulate`` to the sub-parsers `commands` of ``mpidist``."""
     parser = commands.add_parser("simulate", help="messages and cost of an algorithm")
     what = parser.add_subparsers(dest="what", required=True, metavar="{allreduce,fit,measure}")
     one = what.add_parser("allreduce", help="messages and cost of one algorithm; needs no MPI")

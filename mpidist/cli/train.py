@@ -37,7 +37,7 @@ _SAME_IN_TRAIN = (
 
 
 def add_parser(commands) -> None:
-    """Add this command to the argument parser."""
+    """Add the command ``mpidist train`` to the sub-parsers `commands` of ``mpidist``."""
     parser = commands.add_parser("train", help="train the model of a TOML job file")
     parser.add_argument("job", metavar="JOB.toml", help="the job file")
     parser.add_argument(

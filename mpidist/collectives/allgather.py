@@ -38,7 +38,8 @@ def allgather(comm, x, *, counts=None, out=None, algorithm="auto"):
     Raises
     ------
     ConfigError, MismatchError
-        As for `allreduce`, and if the length of `x` differs from ``counts[rank]``.
+        An argument is wrong, the length of `x` differs from ``counts[rank]``, or the ranks differ
+        in dtype, in another axis than the first, or in the order of calls.
     """
     context = of(comm)
     with context.call("allgather"):

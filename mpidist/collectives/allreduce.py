@@ -201,9 +201,9 @@ def iallreduce(
 ) -> Handle:
     """Begin an allreduce and return a `Handle`; do not use `x` before the operation has ended.
 
-    Collective over `comm`, in the same order on all ranks. The parameters are the same as for
-    `allreduce`, except that `x` is no `Arena` (pass ``arena.flat``). The function returns at once,
-    even if other ranks are late; only the first call on `comm` waits for the other ranks.
+    Collective over `comm`, in the same order on all ranks. The docstring of `allreduce` explains
+    the parameters; here `x` must not be an `Arena` (pass ``arena.flat``). The function returns at
+    once, even if other ranks are late; only the first call on `comm` waits for the other ranks.
 
     ``handle.test()`` makes progress for the operation, and so does every collective of mpidist that
     waits in this thread. A program may therefore wait for its handles in any order. MPI calls that
@@ -289,9 +289,9 @@ def _bound(context: Context, run: Callable, algorithm: str, plan, release: Calla
 def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> Plan:
     """Prepare an in-place allreduce of `x`; calling the result runs it and returns `x`.
 
-    Collective over `comm`. Each call of the returned plan is collective as well. Parameters and
-    errors are the same as for `allreduce`. The plan keeps its memory until all ranks call
-    ``close()``, or leave the ``with`` block of the plan.
+    Collective over `comm`. Each call of the returned plan is collective as well. The docstring of
+    `allreduce` explains the parameters and the errors. The plan keeps its memory until all ranks
+    call ``close()``, or leave the ``with`` block of the plan.
 
     >>> with md.plan(comm, gradient, "mean") as reduce:
     ...     for batch in batches:

@@ -2,7 +2,7 @@
 
     description of rank 0:  w (784, 128) float32, b (128,) float32, ...
     agreement               an allreduce of a few integers compares digests of the descriptions
-    messages                [ b | b2 | scale | ... ]  small tensors packed, up to PACK bytes
+    messages                [ b | b2 | scale | ... ]  small tensors packed, up to 4 MiB
                             [ w ]                     large tensors without a copy
 
 An error on one rank (another shape, an array that cannot be written) is raised on all ranks.

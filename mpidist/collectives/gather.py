@@ -26,8 +26,8 @@ from .schedules import algorithms
 def gather(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
     """Give the root the blocks of all ranks, one after the other; returns None on other ranks.
 
-    Collective over `comm`. Parameters and errors are the same as for `allgather`. In addition,
-    `root` is the rank that gets the blocks. The algorithms of `gather` are "auto" (the same as
+    Collective over `comm`. `root` is the rank that gets the blocks. The docstring of `allgather`
+    explains the other parameters and the errors. The algorithms of `gather` are "auto" (the same as
     "direct"), "direct" and "native".
     """
     context = of(comm)

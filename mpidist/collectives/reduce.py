@@ -31,7 +31,8 @@ def reduce(
     x : array
         Same shape and dtype on every rank.
     op : str or ufunc
-        As for `allreduce`.
+        "sum", "mean", "min", "max", "prod", MPI's SUM, PROD, MIN, MAX, or a binary ufunc that is
+        associative and commutative.
     root : int
         The rank that gets the result.
     out : array, optional
@@ -39,8 +40,8 @@ def reduce(
     algorithm : str
         "auto" (which means "tree"), "tree", "direct", "ordered" (rank order), "native" (MPI's own).
     weight : float, optional
-        With op="mean": the weight of this rank's array, as for `allreduce`. Either all ranks
-        pass a weight, or none does.
+        With op="mean": the weight of this rank's array, for example its number of samples. Either
+        all ranks pass a weight, or none does.
     reproducible : bool
         Return the same bits as ``allreduce(..., reproducible=True)``, whichever rank is the root.
         With ``reproducible=True``, `algorithm` is checked but not used.
@@ -48,7 +49,7 @@ def reduce(
     Raises
     ------
     ConfigError, MismatchError
-        As for `allreduce`.
+        An argument is wrong, or the ranks differ in shape, dtype, `op`, `root` or order of calls.
     """
     context = of(comm)
     with context.call("reduce"):

@@ -32,7 +32,8 @@ def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"
     x : array
         Same shape and dtype on every rank. Blocks are cut along the first axis.
     op : str or ufunc
-        As for `allreduce`.
+        "sum", "mean", "min", "max", "prod", MPI's SUM, PROD, MIN, MAX, or a binary ufunc that is
+        associative and commutative.
     counts : sequence of int, optional
         The number of rows of each rank's block; the sum is ``len(x)``, and blocks may be empty. All
         ranks pass the same numbers. By default the lengths of blocks differ by at most one row, and
@@ -45,7 +46,8 @@ def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"
     Raises
     ------
     ConfigError, MismatchError
-        As for `allreduce`, and if `counts` do not add up to ``len(x)``.
+        An argument is wrong, `counts` do not add up to ``len(x)``, or the ranks differ in shape,
+        dtype, `op`, `counts` or order of calls.
 
     Notes
     -----

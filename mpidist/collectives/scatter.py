@@ -40,6 +40,7 @@ def scatter(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
     x : array
         The array to cut, on the root.
     root : int
+        The rank that has the array.
     counts : sequence of int, optional
         The number of rows of each rank's block; only the value that the root passes is used. By
         default the lengths of blocks differ by at most one row.
@@ -51,7 +52,7 @@ def scatter(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
     Raises
     ------
     ConfigError, MismatchError
-        As for `allgather`.
+        An argument is wrong, or the ranks differ in `root`, `algorithm` or order of calls.
     """
     context = of(comm)
     with context.call("scatter"):

@@ -1,12 +1,12 @@
 """``algorithm="auto"``: choose an algorithm once per communicator and size class, by measuring.
 
 Vectors whose bytes round up to the same power of two are in the same size class. The first
-allreduce of a size class measures the possible algorithms in turn, on this communicator and on a
-vector as long as the user's (up to a limit). The time of an algorithm is the time of the slowest
-rank, so all ranks make the same choice. The table of choices can be printed, stored in a checkpoint
-and restored, so that a resumed run adds in the same order as the run that wrote the checkpoint.
-Choices whose winner was clearly the fastest are stored in a file, for later runs on the same kind
-of cluster (`selection_cache`).
+allreduce of a size class measures the possible algorithms one after the other, on this communicator
+and on a vector as long as the user's (up to a limit). The time of an algorithm is the time of the
+slowest rank, so all ranks make the same choice. The table of choices can be printed, stored in a
+checkpoint and restored, so that a resumed run adds in the same order as the run that wrote the
+checkpoint. Choices whose winner was clearly the fastest are stored in a file, for later runs on the
+same kind of cluster (`selection_cache`).
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ class LRUCache:
     make : callable
         A function; ``make(key)`` returns the value of a key.
     most : int
+        The largest number of values in the cache.
     dispose : callable, optional
         Called with each value that is dropped.
     """

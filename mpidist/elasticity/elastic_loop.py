@@ -174,7 +174,8 @@ def run_elastic(
 
     The last `spares` ranks of `comm` wait, which takes 1 % of a core, and are not in
     ``group.comm``. After a death, the first spare replaces the dead rank: the group keeps its size,
-    and the spare calls `function`, too. The other arguments and the errors are as for `elastic`.
+    and the spare calls `function`, too. The docstring of `elastic` explains the other arguments and
+    the errors.
 
     Returns
     -------

@@ -22,7 +22,7 @@ from .node_board import SLOW, NodeBoard
 class SlowRanks:
     """Evicts ranks that were slow in the last 20 steps. Collective over ``stragglers.comm``.
 
-    A rank is evicted (its process ends) if it is slow in two windows in a row; a window is ten
+    A rank is evicted (its process ends) if it is slow in two consecutive windows; a window is ten
     steps. After each change of the group, make a new `Stragglers` and a new `SlowRanks`. Call
     `end_of_step` on all ranks at the end of each step, after the step is done and after
     ``stragglers.note``:

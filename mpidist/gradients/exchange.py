@@ -59,7 +59,7 @@ class Gradients:
     parameters : mapping of name -> array
         Host or device arrays; the same names, shapes and dtypes on every rank.
     algorithm : str
-        As for `md.allreduce`.
+        The algorithm of `md.allreduce` that adds the gradients, such as "auto" (the fastest).
     bucket_bytes : int or "auto"
         The size of a bucket, the gradients that are sent together, in bytes.
     overlap : bool
@@ -70,7 +70,7 @@ class Gradients:
     order : sequence of str, optional
         Names in the order of backward, if this order is known from an earlier run.
     ranks_per_node : int, optional
-        For tests: treat every group of this many ranks as a node, as in `Topology`.
+        For tests: treat every group of this many consecutive ranks as a node.
     uses : mapping of name -> int, optional
         For a tensor that the model uses several times (tied weights): how many times `ready` is
         called for the tensor in a step. The gradient of the tensor is final after the last of the

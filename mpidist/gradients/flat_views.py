@@ -60,9 +60,8 @@ def flat_views(
 ) -> tuple[dict, list]:
     """Allocate zeros for the gradients of `parameters`; return (views by name, vectors).
 
-    With ``rows=(k,)`` each vector has the shape (k, n), as in `allocate`.
-    A stage of a pipeline gives the dtype of the `loss`, because it may have no parameter of the
-    widest dtype.
+    With ``rows=(k,)`` each vector has the shape (k, n) instead of (n,). A stage of a pipeline gives
+    the dtype of the `loss`, because it may have no parameter of the widest dtype.
     """
     shapes = {name: (array.shape, array.dtype) for name, array in parameters.items()}
     # A stage of a pipeline may have a loss although it has no parameters.

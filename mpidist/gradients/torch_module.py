@@ -287,10 +287,10 @@ class Attached:
     # -- the end -----------------------------------------------------------------------
 
     def close(self) -> None:
-        """Remove all hooks from the module, which keeps its last gradients. Can be called twice.
+        """Remove all hooks from the module, which keeps its last gradients.
 
-        `close` sends no messages, but all ranks must call it between the same two collective
-        operations.
+        A second call does nothing. `close` sends no messages, but all ranks must call it between
+        the same two collective operations.
         """
         if not self._closed:
             self._closed = True

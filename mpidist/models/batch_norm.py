@@ -84,7 +84,8 @@ def sync_batch_norm(comm, x, axis, eps: float = 1e-5):
     """Return (y, mean, variance, saved); y is `x` normalised by the moments of all ranks' batches.
 
     Collective over `comm`. Use `mean` and `variance` to update running statistics. Pass `saved` to
-    `sync_batch_norm_backward`. `comm`, `x` and `axis` have the same meaning as in `sync_moments`.
+    `sync_batch_norm_backward`. `x` is this rank's batch, which may be empty, and `axis` has the
+    axes that are summed over, such as (0, 2, 3) for (samples, channels, height, width).
     """
     xp = array_module(x)
     with call_guard(comm, "sync_batch_norm"):  # a bad `eps` of one rank is an error on all ranks

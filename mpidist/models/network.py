@@ -42,7 +42,8 @@ class Network:
     Parameters
     ----------
     layers : sequence
-        Layers as in `mpidist.models.layers`; the last one returns one score per class.
+        Objects with the methods of the layers in `mpidist.models.layers`; the last one returns one
+        score per class.
     sample_shape : tuple of int
         Shape of one input.
     seed : int

@@ -72,8 +72,8 @@ def cosine(lr: float, steps: int, warmup: int = 0, final: float = 0.0) -> Schedu
 def step_decay(lr: float, every: int, factor: float = 0.1, warmup: int = 0) -> Schedule:
     """Return the schedule ``lr * factor ** floor(step / every)``, with a linear warm-up.
 
-    The warm-up is the same as in `cosine`. The steps of the decay are counted from step 0, not from
-    the end of the warm-up.
+    During the warm-up the rate is ``lr * (step + 1) / warmup`` while ``step < warmup``. The steps
+    of the decay are counted from step 0, not from the end of the warm-up.
     """
     lr = _rate("step_decay", "lr", lr)
     every = checked_whole("step_decay: every", every, 1)

@@ -64,7 +64,7 @@ def check_actions(
     Parameters
     ----------
     lists : sequence of sequences of StageAction
-        One list for each rank, as from `action_lists`.
+        The actions of each rank in order, such as the result of `action_lists`.
     chunks : int, optional
         The number of chunks of the model; by default, the number of chunks in the lists.
     blocking : bool

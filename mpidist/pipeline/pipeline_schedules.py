@@ -18,7 +18,7 @@ microbatches, in which a backward pass takes twice as long as a forward pass:
              .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 W2 W3 W4
 
     gpipe         all forward passes, then all backward passes       Huang et al., NeurIPS 2019
-    1f1b          p - s forward passes, then B and F in turn         Narayanan et al., SOSP 2019
+    1f1b          p - s forward passes, then B and F alternately     Narayanan et al., SOSP 2019
     interleaved   1f1b with several chunks on each rank              Narayanan et al., SC 2021
     zero_bubble   W fills what would be idle time (ZB-H1)            Qi et al., ICLR 2024
     pipedream     the order of 1f1b; each microbatch is an update    Narayanan et al., SOSP 2019
@@ -50,8 +50,10 @@ AHEAD = 2
 class StageAction(NamedTuple):
     """One action of a rank: a computation, send, receive or update.
 
-    `kind` is one of the letters and names above this class, such as F for a forward pass. `chunk`
-    (the number of a group of consecutive layers) and `microbatch` say to what the action belongs.
+    `kind` is "F" (forward pass), "B" (backward pass), "I" or "W" (the parts of a backward pass for
+    the input and for the weights), "SEND_F", "RECV_F", "SEND_B", "RECV_B" (messages of a forward
+    or a backward pass), or "U" (update). `chunk` (the number of a group of consecutive layers) and
+    `microbatch` say to what the action belongs.
     """
 
     kind: str

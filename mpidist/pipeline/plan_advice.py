@@ -41,6 +41,7 @@ class StepAdvice:
     reason : str
         Why the winner wins, in words.
     microbatches : int
+        The number of microbatches of a step.
     pipeline_seconds, allreduce_seconds : float
         The time of a step. The time of allreduce is infinity if the whole model does not fit into
         the memory of a worker.

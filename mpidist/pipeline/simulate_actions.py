@@ -82,7 +82,7 @@ def simulate_actions(
     Parameters
     ----------
     lists : sequence of sequences of StageAction
-        One list for each rank, as from `action_lists`.
+        The actions of each rank in order, such as the result of `action_lists`.
     costs : sequence of ChunkCost
         One cost for each chunk (group of consecutive layers) of the model.
     network : NetworkModel

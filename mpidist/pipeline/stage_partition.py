@@ -44,7 +44,9 @@ COSTS: dict[str, Callable] = {
 
 
 class NoPartition(MpidistError):
-    """The model cannot be cut into the wanted number of stages, or they need too much memory."""
+    """The model cannot be cut into the wanted number of stages, or workers lack the memory for
+    them.
+    """
 
     exit_code = 1
 
@@ -121,6 +123,8 @@ def cut(
         Bytes of memory of each worker. For each microbatch whose data a stage keeps at the same
         time, the stage needs the bytes of its parameters and of all outputs of its layers.
     cost : "overlap", "serial" or "pipedream"
+        How the time of a stage is computed from its layers and messages: whether messages travel
+        while the stage computes or not, or by the formula of PipeDream's program.
     evaluate : bool
         Whether to keep the stages that the profile names (``stage_id``), and to choose only the
         number of workers of each.

@@ -62,7 +62,9 @@ class PipelineGrid:
     replicas : tuple of int
         For each stage, the number of its ranks.
     microbatches : int
+        The number of microbatches of a step.
     schedule : str
+        "gpipe", "1f1b", "interleaved", "zero_bubble" or "pipedream".
     chunks : int
         The number of chunks of each stage.
     flush : int or None
@@ -198,7 +200,9 @@ def plan_stages(
     cuts : sequence of int
         For each cut, the number of layers before it. The numbers must rise.
     ranks : int
+        The number of ranks of the pipeline.
     microbatches : int
+        The number of microbatches of a step.
     replicas : sequence of int, optional
         The number of ranks of each stage. By default, all stages have the same number.
     schedule : str

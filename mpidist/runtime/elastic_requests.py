@@ -25,7 +25,7 @@ def wait_for(requests: Sequence[MPI.Request], *memory: np.ndarray) -> None:
 
 
 def test_some(requests: list[MPI.Request]) -> list[int] | None:
-    """Return the numbers of the requests that have ended, as ``MPI.Request.Testsome`` does.
+    """Return the indices of the requests that have ended, or None if none of them is active.
 
     A program that is not elastic may call Testsome itself, which is faster. If a death has
     interrupted a request, this function raises RankFailure and does not free the request, because
@@ -42,21 +42,27 @@ def test_some(requests: list[MPI.Request]) -> list[int] | None:
 
 
 def test_one(request: MPI.Request, status: MPI.Status) -> bool:
-    """Return whether a request has ended, and fill its status; raise errors as `test_some` does."""
+    """Return whether a request has ended, and fill its status.
+
+    Raises RankFailure if the death of a rank has interrupted the request.
+    """
     if ulfm.current is None:
         return request.Test(status)
     return _has_ended(request, status) and request.Test()
 
 
 def test_all(requests: list[MPI.Request]) -> bool:
-    """Return whether all requests have ended; raise errors as `test_some` does."""
+    """Return whether all requests have ended; RankFailure if a death has interrupted one."""
     if ulfm.current is None:
         return MPI.Request.Testall(requests)
     return len(test_some(requests) or ()) == len(requests)
 
 
 def tester(request: MPI.Request) -> Callable[[], bool]:
-    """Return a function that tests one request, and raises errors as `test_some` does."""
+    """Return a function that returns whether a request has ended.
+
+    The function raises RankFailure if the death of a rank has interrupted the request.
+    """
     return request.Test if ulfm.current is None else lambda: test_one(request, MPI.Status())
 
 

@@ -310,8 +310,8 @@ class Membership:
     def release(self) -> None:
         """Tell the spares (waiting ranks) to exit. Collective over `comm`, when its ranks exit.
 
-        If only some of the ranks exit, with a nonzero code, these ranks wait for the other ranks
-        for `LEAVE_TOGETHER` seconds.
+        If only some of the ranks exit, with a nonzero code, these ranks wait at most 5 s for the
+        other ranks.
         """
         patience = failure.LEAVE_TOGETHER if (code := failure.likely_exit_code()) else None
         if not (self._done or all(self.active) or self.comm == MPI.COMM_NULL):

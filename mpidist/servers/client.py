@@ -160,8 +160,9 @@ class Client:
     ) -> dict:
         """Do ``push``, ``clock`` and ``pull`` with one request to each server and one answer.
 
-        `what` has the names or rows to pull, as for ``pull``, for example the rows of the next
-        minibatch. Returns the parameters for the next step as a dict of name to array.
+        `what` has the names of the tensors to pull, or maps each name to the wanted rows, for
+        example those of the next minibatch. Returns the parameters for the next step as a dict of
+        name to array.
         """
         self._open()
         with self._fused:

@@ -58,8 +58,8 @@ class Problem(NamedTuple):
     """The problem to simulate: an allreduce of `n` elements over `size` ranks on a network.
 
     All ranks r with the same ``r // ranks_per_node`` are on one node and share its link. The
-    simulation runs the allreduce `repeats` times in a row, as a benchmark does, and returns the
-    mean time of one run.
+    simulation runs the allreduce `repeats` times, one run after the other, and returns the mean
+    time of one run.
     """
 
     size: int

@@ -70,7 +70,7 @@ class Requests:
         return self._noticed
 
     def close(self) -> None:
-        """End the thread that runs the command `notice` again and again, if there is one."""
+        """End the thread that repeatedly runs the command `notice`, if there is one."""
         if self._command is not None:
             self._command.stop()
 

@@ -35,7 +35,7 @@ _POSITIVE = (
 
 
 def add_parser(commands) -> None:
-    """Add this command to the argument parser."""
+    """Add the command ``mpidist bench`` to the sub-parsers `commands` of ``mpidist``."""
     parser = commands.add_parser("bench", help="measure allreduce, servers, checkpoints and more")
     names = f"{{{','.join(_MODULES)}}}"
     what = parser.add_subparsers(dest="what", required=True, metavar=names)
@@ -46,7 +46,7 @@ def add_parser(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print the results.
+    """Run the benchmark that `args` names, print its results, and return the exit code.
 
     Collective over all ranks of the launch, except that ``--advise`` runs in one process.
     """

@@ -17,7 +17,7 @@ _COLUMNS = ("Latency(us)", "native(us)", "ratio", "low", "high", "limit", "algbw
 
 
 def add_options(parser) -> None:
-    """Add the options of this benchmark."""
+    """Add the options of ``mpidist bench allreduce`` to its argument parser."""
     add = parser.add_argument
     add("--min", type=int, dest="low", help="smallest size in bytes (8)")
     add("--max", type=int, default=64 << 20, dest="high", help="largest size in bytes (64 MiB)")
@@ -61,7 +61,10 @@ def _words(text: str) -> list[str]:
 
 
 def run(comm, args) -> list[dict]:
-    """Measure and print. Collective over `comm`."""
+    """Time allreduces of the sizes in `args`, print a table, and return its rows.
+
+    Collective over `comm`.
+    """
     if args.explain:
         return choices.print_choices(comm, args)
     from ...bench import report, torch_yardstick

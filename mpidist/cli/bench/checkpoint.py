@@ -8,7 +8,7 @@ HELP = "save, stall and restore against plain files"
 
 
 def add_options(parser) -> None:
-    """Add the options of this benchmark."""
+    """Add the options of ``mpidist bench checkpoint`` to its argument parser."""
     parser.add_argument("--size", type=float, default=64, help="MiB that are stored (64)")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (5)")
     parser.add_argument("--folder", default=".", help="folder on the file system to measure (.)")
@@ -16,7 +16,10 @@ def add_options(parser) -> None:
 
 
 def run(comm, args) -> list[dict]:
-    """Measure and print. Collective over `comm`."""
+    """Time saves and restores as `args` says, print a table, and return its rows.
+
+    Collective over `comm`.
+    """
     from ...bench.checkpoint_times import measure
 
     check_folder(args.folder)

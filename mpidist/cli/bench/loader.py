@@ -8,7 +8,7 @@ HELP = "reading HDF5 and TFRecord, against a plain sequential read"
 
 
 def add_options(parser) -> None:
-    """Add the options of this benchmark."""
+    """Add the options of ``mpidist bench loader`` to its argument parser."""
     parser.add_argument("--size", type=float, default=64, help="MiB of each file (64)")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (9)")
     parser.add_argument("--unit", type=int, default=64, help="samples per batch of a rank (64)")
@@ -16,7 +16,10 @@ def add_options(parser) -> None:
 
 
 def run(comm, args) -> list[dict]:
-    """Measure and print. Collective over `comm`."""
+    """Time reading samples as `args` says, print a table, and return its rows.
+
+    Collective over `comm`.
+    """
     from ...bench.loader_times import measure
 
     check_folder(args.folder)

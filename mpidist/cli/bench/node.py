@@ -8,7 +8,7 @@ HELP = "work of one rank of a large node; one process, the other ranks are faked
 
 
 def add_options(parser) -> None:
-    """Add the options of this benchmark."""
+    """Add the options of ``mpidist bench node`` to its argument parser."""
     ranks, sizes = [2, 8, 32, 96, 256], [8, 1024, 512 << 10]
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=ranks, help="ranks of the node (2 8 32 96 256)")

@@ -8,7 +8,7 @@ HELP = "share of the gradient exchange that overlaps with the backward pass"
 
 
 def add_options(parser) -> None:
-    """Add the options of this benchmark."""
+    """Add the options of ``mpidist bench overlap`` to its argument parser."""
     parser.add_argument("--size", type=int, default=16, help="MiB of gradients (16)")
     parser.add_argument("--layers", type=int, default=64, help="layers, of equal size (64)")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (9)")
@@ -16,7 +16,10 @@ def add_options(parser) -> None:
 
 
 def run(comm, args) -> list[dict]:
-    """Measure and print. Collective over `comm`."""
+    """Time steps with and without overlap, print a table, and return its rows.
+
+    Collective over `comm`.
+    """
     from ...bench.overlap_times import measure
 
     columns = ("exchange(ms)", "backward(ms)", "step(ms)", "hidden", "buckets")

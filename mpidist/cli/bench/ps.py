@@ -9,7 +9,7 @@ HELP = "speed-up of SSP and ASP over BSP with uneven steps"
 
 
 def add_options(parser) -> None:
-    """Add the options of this benchmark."""
+    """Add the options of ``mpidist bench ps`` to its argument parser."""
     parser.add_argument("--servers", type=int, default=1, help="ranks that serve (1)")
     parser.add_argument("--staleness", type=int, default=4, help="steps a worker may be ahead (4)")
     parser.add_argument("--steps", type=int, default=100, help="steps of each worker (100)")
@@ -18,7 +18,10 @@ def add_options(parser) -> None:
 
 
 def run(comm, args) -> list[dict]:
-    """Measure and print. Collective over `comm`."""
+    """Time steps of workers in each mode, print a table, and return its rows.
+
+    Collective over `comm`.
+    """
     from ...bench.server_group.server_times import measure
 
     workers = comm.size - args.servers

@@ -16,7 +16,7 @@ _COLUMNS = ("Size", "workers", "servers", "ours(us)", "raw(us)", "raw/ours", "al
 
 
 def add_options(parser) -> None:
-    """Add the options of this benchmark."""
+    """Add the options of ``mpidist bench servers`` to its argument parser."""
     add = parser.add_argument
     add("--sweep", action="store_true", help="all numbers of workers and servers that fit")
     add("--bytes", type=int, nargs="+", default=_SIZES, dest="nbytes",
@@ -32,7 +32,10 @@ def add_options(parser) -> None:
 
 
 def run(comm, args) -> list[dict]:
-    """Measure and print. Collective over `comm`."""
+    """Time the cases that `args` selects, print a table, and return its rows.
+
+    Collective over `comm`.
+    """
     from ...bench.server_group.server_sweep import measure, sweep_cases, sweep_lines
     from ...bench.server_group.step_histogram import histogram_lines
 

@@ -10,13 +10,16 @@ COLUMNS = (("torch_us", 1), ("ratio", 3), ("attached_us", 1), ("over_attached", 
 
 
 def add_options(parser) -> None:
-    """Add the options of this benchmark."""
+    """Add the options of ``mpidist bench step`` to its argument parser."""
     parser.add_argument("--rounds", type=int, default=21, help="blocks of 10 steps (21)")
     parser.add_argument("--torch", action="store_true", help="also torch DDP over gloo")
 
 
 def run(comm, args) -> list[dict]:
-    """Measure and print. Collective over `comm`."""
+    """Time training steps of a model, print a table, and return its rows.
+
+    Collective over `comm`.
+    """
     from ...bench import torch_yardstick
     from ...bench.step_times import MODELS, measure
 

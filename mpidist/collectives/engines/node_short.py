@@ -3,9 +3,9 @@
 This allreduce has the same steps as the schedule `node.flat`. This module does not use the general
 code that runs schedules (lists of steps), because for short vectors one Python function call costs
 as much as the addition. Each rank has two slots (buffers) for its vector in shared memory, and
-successive allreduces use the first and the second slots in turn. When a rank overwrites one of its
-slots, all ranks have already read the old contents, because they have since reached the barrier of
-another allreduce.
+successive allreduces use the first and the second slots alternately. When a rank overwrites one of
+its slots, all ranks have already read the old contents, because they have since reached the barrier
+of another allreduce.
 
 On nodes of more than 16 ranks (`node.FEW_RANKS`), one NumPy call reads the barrier counters of all
 ranks. On these large nodes, a second NumPy call compares the numbers that identify the ranks'

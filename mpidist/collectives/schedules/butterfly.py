@@ -113,7 +113,9 @@ def halving(
 ):
     """Return the steps of `halving_doubling` for `size` ranks; `size` must be a power of two.
 
-    The parameters are the same as for `doubling`.
+    The ranks are numbered from 0 to size - 1, and `me` is the number of this rank; ``members[k]``
+    is the rank on the communicator of number k. Scratch memory begins at position `scratch`,
+    `first` is the number of the first round, and `itemsize` the number of bytes of an element.
 
     With `neighbours_first`, a rank exchanges halves first with the rank at distance 1, then with
     the ranks at distances 2, 4, and so on. With `neighbours_first`, the order of additions is the

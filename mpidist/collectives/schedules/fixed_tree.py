@@ -6,8 +6,8 @@ and not on the number of ranks.
 
     V = 6      ((0 + 1) + (2 + 3)) + (4 + 5)
                3 ranks hold  0 1 | 2 3 | 4 5        one node each: three partial sums
-               4 ranks hold  0 1 | 2 3 | 4 | 5      four
-               2 ranks hold  0 1 2 | 3 4 5          (0 + 1), 2 | 3, (4 + 5): four
+               4 ranks hold  0 1 | 2 3 | 4 | 5      four partial sums
+               2 ranks hold  0 1 2 | 3 4 5          (0 + 1), 2 | 3, (4 + 5): four partial sums
 
 Each rank has a contiguous range of the V pieces. For every tree node whose pieces are all on one
 rank, this rank computes the sum without messages. After the additions that need no messages, each

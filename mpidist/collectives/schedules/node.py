@@ -88,8 +88,9 @@ def _reduce(round: int, source: Range, target: Range) -> Step:
 def inbox_row(size: int, rank: int, owner: int) -> int:
     """Return which row of the shared buffers `rank` fills with pieces of its vector for `owner`.
 
-    A row of the shared buffers has room for two pieces, which are used in turn. The rows for one
-    owner are next to each other, and an owner has no row for its own pieces.
+    A row of the shared buffers has room for two pieces; successive pieces use the two places
+    alternately. The rows for one owner are next to each other, and an owner has no row for its own
+    pieces.
     """
     return owner * (size - 1) + rank - (rank > owner)
 

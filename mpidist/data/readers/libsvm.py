@@ -210,7 +210,8 @@ class LibSVM:
     def rows(self, indices) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the records at `indices` as compressed sparse rows (starts, columns, values).
 
-        The three arrays are as the attributes of these names, but with these records only.
+        The columns of record number k of the result are ``columns[starts[k]:starts[k + 1]]``, in
+        ascending order, and its values are the same part of `values`.
         """
         indices = np.asarray(indices, np.int64)
         check_indices(f"libsvm: {self.name}", indices, len(self))

@@ -56,8 +56,8 @@ def local_copy(
     bandwidth : float, optional
         The largest number of bytes per second that each node fetches.
     ranks_per_node : int, optional
-        For tests: the ranks are divided into simulated nodes of this many ranks, as in `Topology`.
-        The ranks of each simulated node must pass a folder of their own.
+        For tests: the ranks are divided into simulated nodes of this many consecutive ranks. The
+        ranks of each simulated node must pass a folder of their own.
 
     Raises
     ------

@@ -85,7 +85,7 @@ def advise_hosts(
 def best_layout(layouts: list[HostLayout]) -> HostLayout:
     """Return the fastest of the results of `advise_hosts`.
 
-    If several are nearly equal, the one with the fewest hosts is returned.
+    If several are nearly equally fast, the one with the fewest hosts is returned.
     """
     least = min(one.seconds for one in layouts)
     return next(one for one in layouts if one.seconds <= (1 + _EQUAL) * least)

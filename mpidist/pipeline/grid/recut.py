@@ -31,6 +31,7 @@ class CutChoice(NamedTuple):
     Attributes
     ----------
     cuts : list of int
+        For each cut, the number of layers before it.
     origin : str
         "given", "measured" (by rank 0 before the run), "kept" from the last run, or "changed".
     before : list of int or None

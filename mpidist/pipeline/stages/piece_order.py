@@ -1,10 +1,10 @@
 """Add the gradients of microbatches ("pieces") in any order; the sum has always the same bits.
 
-If stages have different numbers of replicas, a rank gets pieces of several blocks of microbatches
-in turn. All pieces are added in a fixed binary tree. The sum at a node of the tree is computed as
-soon as the sums of both halves of the node are known. So the bits of the sum do not depend on the
-order in which the pieces arrive. If V pieces arrive from b blocks in turn, about b log2 V vectors
-are kept in memory.
+If stages have different numbers of replicas, a rank alternately gets pieces of several blocks of
+microbatches. All pieces are added in a fixed binary tree. The sum at a node of the tree is computed
+as soon as the sums of both halves of the node are known. So the bits of the sum do not depend on
+the order in which the pieces arrive. If V pieces arrive alternately from b blocks, about b log2 V
+vectors are kept in memory.
 """
 
 from __future__ import annotations
@@ -70,6 +70,6 @@ class AnyOrderSum:
             self._next += 1
 
     def finish(self, out) -> None:
-        """Write the sum over all ranks' microbatches into `out`, as `PieceSum.finish` does."""
+        """Write the sum over all ranks' microbatches into `out`: the same bits on all ranks."""
         self.sums.finish(out)
         self._next = 0

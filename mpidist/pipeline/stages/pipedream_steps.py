@@ -126,8 +126,8 @@ class PipeDreamPass(StagePass):
     def taken(self) -> tuple[list, float]:
         """Return what this rank has computed since the last call: (spans, loss).
 
-        `spans` are the times of its computations, as in `Stage.spans`. The loss is this rank's part
-        of the mean loss.
+        `spans` has (kind, chunk, microbatch, begin, end) of each of its computations, with times in
+        seconds. The loss is this rank's part of the mean loss.
         """
         found = self.spans, self._loss
         self.spans, self._loss = [], 0.0

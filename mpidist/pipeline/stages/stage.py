@@ -79,7 +79,7 @@ class Stage:
     steps : int
         The number of steps so far.
     seconds, computing : float
-        The time of these steps, and the part of it in which this rank has computed.
+        The seconds that all steps so far took, and the seconds in which this rank computed.
     kept : int
         The largest number of (chunk, microbatch) pairs whose data this rank has kept at the same
         time.

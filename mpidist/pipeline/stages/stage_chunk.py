@@ -22,7 +22,7 @@ class Chunk:
     number : int
         The number of the chunk in the model.
     layers : sequence
-        The layers, as in `mpidist.models.layers`.
+        The layers: objects with the methods of the layers in `mpidist.models.layers`.
     parameters : dict
         The arrays of these layers by name.
     first : int or None
@@ -198,7 +198,9 @@ class Chunk:
     ) -> None:
         """Write the gradients of the parameters for a microbatch, after `backward_input`.
 
-        ``ready`` and `weight` are as in `backward`.
+        ``ready(name)`` is called as soon as the gradient of the parameter `name` is final. `weight`
+        is the factor with which the following call of `add` multiplies these gradients, if it is
+        known.
         """
         del self._bytes[microbatch]
         self._aim(weight)

@@ -65,7 +65,7 @@ class NetworkWatch:
         self._moved = 0.0
 
     def run(self) -> None:
-        """Call `look` again and again, until the process ends."""
+        """Call `look` about once a second, until the process ends."""
         pause = _LOOK
         while True:
             time.sleep(pause)

@@ -175,7 +175,7 @@ class Arena(Mapping):
         Equal on all ranks. The tensors of one dtype are next to each other in memory, in the order
         of the mapping. A dtype may also be "bfloat16" or a dtype of PyTorch.
     ranks_per_node : int, optional
-        The number of consecutive ranks that are treated as a node, as in `Topology`.
+        The number of consecutive ranks that are treated as a node, instead of the real nodes.
 
     Attributes
     ----------

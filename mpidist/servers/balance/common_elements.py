@@ -51,7 +51,7 @@ class TensorMove:
         self.changes = self.old != self.new or not self._same
 
     def stays(self, server: int) -> bool:
-        """Whether a server holds the same elements of the tensor as before."""
+        """Whether a server holds the same elements of the tensor in both layouts."""
         return self.old[server] == self.new[server] and self._same
 
     def common(self, i: int, j: int) -> Common | None:

@@ -70,13 +70,14 @@ class OnlineShares:
         Raises
         ------
         ConfigError
-            On all ranks, and the group can go on as before. A share is not a finite number of at
-            least 0, a server does not exist, or there is too little memory. Or a model has an open
-            table. Or the state of an optimizer has an array that is neither a scalar nor of the
-            shape of its parameter. Or, in an elastic run of `md.train`, the call names other
-            servers or a share of 0.
+            On all ranks, and the group can go on with the old shares. A share is not a finite
+            number of at least 0, a server does not exist, or there is too little memory. Or a model
+            has an open table. Or the state of an optimizer has an array that is neither a scalar
+            nor of the shape of its parameter. Or, in an elastic run of `md.train`, the call names
+            other servers or a share of 0.
         MismatchError
-            On all ranks, and the group can go on as before. The arguments differ between workers.
+            On all ranks, and the group can go on with the old shares. The arguments differ between
+            workers.
         ProtocolError
             The workers are at different clocks (steps) of a model with BSP or SSP(0), or some
             workers make another call.

@@ -2,7 +2,7 @@
 
     servers      0              1              2          2/3 of the bytes in one tensor W:
     small        b0 b3          b1             b2         largest first, to the emptiest server
-    large        WWWWWWWWWW|WWWWWWWWWWWWW|WWWWWWWWVVVV    each server in turn is filled to the mean
+    large        WWWWWWWWWW|WWWWWWWWWWWWW|WWWWWWWWVVVV    each server is filled to the mean
 
 Small tensors are placed first. Then large tensors are placed; a large tensor is cut where a server
 is full. So all servers hold nearly the same number of bytes for any shapes. A tensor has at most

@@ -120,9 +120,9 @@ class Selection:
 
         The caller calls the function when the data have arrived. If the servers have cut a tensor
         within rows, `wanted` is changed to ask for the whole tensor instead of some rows, because
-        such a tensor has only few, long rows. If the rows of a table are dealt to the servers in
-        turn, its row numbers in `wanted` are changed to positions in dealt order (first all rows of
-        server 0, and so on).
+        such a tensor has only few, long rows. If the rows of a table are dealt to the servers one
+        by one, its row numbers in `wanted` are changed to positions in dealt order (first all rows
+        of server 0, and so on).
         """
         flat: dict[str, np.ndarray] = {}
         copies: list[tuple[Any, Any, Any]] = []

@@ -54,7 +54,7 @@ class DeviceShard(ServerShard):
     """The part of one model that one server holds, updated on the GPU of this rank.
 
     `local_rank` is this rank's number on its host. The rank uses GPU number ``local_rank % n`` if
-    it sees n GPUs. The other parameters are the same as for `ServerShard`.
+    it sees n GPUs. The other arguments are those of a `ServerShard` without `memory`.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class PushRecord:
         self._in_a_row[worker] = 0
 
     def drop(self, worker: int, rank: int, why: str) -> None:
-        """Count a dropped push of `worker`; warn once if many pushes in a row were dropped.
+        """Count a dropped push of `worker`; warn once if many consecutive pushes were dropped.
 
         `rank` and `why` are the worker's rank and the reason, for the warning.
         """

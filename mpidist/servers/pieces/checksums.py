@@ -6,9 +6,9 @@
     piece     | CRC-32 |   | data |      a piece has no header, so its checksum is sent before it
 
 The checksum is `zlib.crc32`. The CRC-32C of network cards would need a further package, and both
-find every change of up to 32 bits in a row. Memory that ranks of one host share is not checked: no
-message is sent, and this memory is as safe as that of the model's arrays. Messages of a few words
-are not checked: decisions and votes of servers, notices of failures, and sums for norms.
+find every change of up to 32 consecutive bits. Memory that ranks of one host share is not checked:
+no message is sent, and this memory is as safe as that of the model's arrays. Messages of a few
+words are not checked: decisions and votes of servers, notices of failures, and sums for norms.
 """
 
 from __future__ import annotations

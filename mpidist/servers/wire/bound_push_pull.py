@@ -2,7 +2,7 @@
 
 In a small model, the checks of the arguments and the lists of parts take longer than the messages.
 So a client remembers the arrays of a call, with the lists, and need not check the same arrays
-again. The messages are the same as for any other push_pull.
+again. The messages have the same content as those of a push_pull whose arguments are checked.
 """
 
 from __future__ import annotations

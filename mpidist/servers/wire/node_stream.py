@@ -18,7 +18,7 @@ stops waiting for it: it says so in its line, and sends a copy of the rest of th
 messages. After each piece, the worker looks whether the server has stopped waiting. If so, the
 piece that it has just copied may be a mixture of two versions, and the worker takes the piece from
 the message instead. A worker may copy its last piece just when the server stops waiting. Therefore
-each of them first writes its own line, and then reads the line of the other one (`fence`).
+the worker and the server each first write their own line, and then read the other's line (`fence`).
 """
 
 from __future__ import annotations
