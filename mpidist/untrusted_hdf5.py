@@ -108,6 +108,7 @@ def checked_dataset(file: h5py.File, name: str, *, plugins: bool = False) -> h5p
     ----------
     file : h5py.File
     name : str
+        The path of the dataset inside the file, such as "train/images".
     plugins : bool
         Whether filters of the package hdf5plugin, if installed, may decompress the dataset. Pass
         True only for a file that the user of the program has chosen.

@@ -161,6 +161,7 @@ class Search:
     ----------
     path : str
     step, history : int or None
+        The step and the history (branch) to search; None for any step, and the newest history.
     first : callable, optional
         A function that finds the newest step folder, to call instead of `histories.first`.
     bad : set of Entry, optional

@@ -95,6 +95,7 @@ class MemoryCopies:
     Parameters
     ----------
     store : TieredStore
+        The store that makes the copies.
     every : int or str
         When to make a copy: a number of steps, a time such as "10m", or "auto 1h" (as often as is
         best if the job fails once an hour).

@@ -16,7 +16,7 @@ def rows_of(x) -> tuple[int, int]:
 
 
 def deliver(block, like, out, shape):
-    """Return a received block: copied into `out` if given, else in an array as `like` is.
+    """Return a received block: copied into `out` if given, else in an array of the kind of `like`.
 
     Without `out`, the result has the dtype and the array library (NumPy or CuPy) of `like`.
     """

@@ -119,6 +119,7 @@ class Loader:
         indices, and the first batch is the batch that will be taken next. The iterator runs in the
         thread that reads ahead.
     loading : Loading
+        How many bytes to read ahead, how fast, and how long to wait.
 
     Attributes
     ----------

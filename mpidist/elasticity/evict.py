@@ -56,7 +56,9 @@ def whom_to_evict(
     records : sequence of Record
         What the living ranks of the node show of themselves: see `node_board`.
     now : float
+        The current time, in seconds of CLOCK_MONOTONIC.
     limits : EvictionLimits
+        After how many seconds a stopped, silent or late rank is evicted.
     fresh : float
         The time since which the calling process itself has run without being stopped. All earlier
         times in `records` count as this time. So if a batch system stops the whole job and

@@ -49,6 +49,7 @@ class EvictOnException:
     Parameters
     ----------
     group : Group, optional
+        The living ranks, which go on without this rank.
     step : function
         A function that returns the number of steps that this rank has done.
     servers : int

@@ -40,7 +40,7 @@ class StepTimes:
         self._counts[bisect_left(EDGES_MS, 1e3 * (data + compute + exchange))] += 1
 
     def facts(self, rank: int) -> dict:
-        """Return a dict with the times of this worker, number `rank`, for `summarize_steps`."""
+        """Return a dict with the times of this worker (number `rank`), for `summarize_steps`."""
         return {
             "rank": rank,
             "steps": self.steps,

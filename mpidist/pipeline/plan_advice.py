@@ -38,6 +38,7 @@ class StepAdvice:
     Attributes
     ----------
     winner : "pipeline", "allreduce" or "equal"
+        Which of the two has the shorter step.
     reason : str
         Why the winner wins, in words.
     microbatches : int

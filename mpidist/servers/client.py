@@ -275,8 +275,8 @@ class Client:
         worker learns both numbers from answers to its pulls. ``cache`` is None without
         `cache_rows`. Otherwise it has the number of distinct rows in all pulls that came from the
         cache (``hits``) or from servers (``misses``). It also has the number of pulls that asked no
-        server (``quiet``), and of ``rows`` in the cache now. The counts of messages and bytes are
-        sums over all clients of this rank.
+        server (``quiet``), and the number of rows that the cache has now (``rows``). The counts of
+        messages and bytes are sums over all clients of this rank.
         """
         return {
             "clocks": self.finished,

@@ -144,6 +144,7 @@ class ServerGroup(OnlineShares):
         Parameters
         ----------
         name : str
+            The name of the model in this group.
         model : mapping
             Name to array (the lowest worker rank's values are used), or name to ``(shape, dtype)``
             or ``(shape, dtype, init)``. With shapes instead of arrays, the servers allocate and
@@ -223,7 +224,8 @@ class ServerGroup(OnlineShares):
     def remove(self, name: str) -> None:
         """Remove a model, and free its arrays on the servers. Collective over the group's `comm`.
 
-        Call it when `add` is allowed. Later calls of the client of this model fail.
+        Call it before the first client is used, or in a `pause`. The model's client fails from then
+        on.
         """
         self._open()
         with self._changes.changing(f"remove {shown(name)}", self._clients):

@@ -66,6 +66,7 @@ def silent_hosts(
     Parameters
     ----------
     hosts : sequence of str
+        The hosts to test.
     words : callable
         ``words(host)`` returns the command that starts the program on a host.
     environment : mapping

@@ -39,6 +39,7 @@ class Feed:
         The run for which samples are read. It has the position in the data, this worker's part of a
         batch, and the list to which bad records are added.
     loading : Loading, optional
+        How many bytes to read ahead, how fast, and how long to wait.
 
     Attributes
     ----------

@@ -64,7 +64,9 @@ class Filling:
     Parameters
     ----------
     found : Manifest or Layout
+        The pieces of the saved tensors, and the files in which they are.
     items : (path, leaf) pairs
+        The values of the state to fill, each with its path of dict keys.
     common : collection of Path
         Paths of the leaves for which `is_whole` is true on all ranks. Each rank reads a part of
         these leaves, and sends it to all other ranks.

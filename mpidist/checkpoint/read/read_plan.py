@@ -74,6 +74,7 @@ class Places:
     Parameters
     ----------
     found : Manifest or Layout
+        The pieces of the saved tensors, and the files in which they are.
     """
 
     def __init__(self, found):

@@ -112,6 +112,7 @@ class Restore:
         The folder of the store. Its attribute `line` tells rank 0 which step to try first. If rank
         0 finds damaged steps, it adds them to `place.keep.bad`.
     like : dict or None
+        The state whose arrays are filled in place; None returns all arrays in new memory.
     check : callable
         Returns the arguments `step`, `history` and `verify` in a dict, or raises if one is invalid.
     """

@@ -27,6 +27,7 @@ class Work:
     Parameters
     ----------
     share : Share
+        The pieces that the rank gives to a writing rank, and the pieces that it writes.
     facts : list of Fact
         The descriptions of all tensors, in the order of the plan.
     marks : list

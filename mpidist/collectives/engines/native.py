@@ -112,7 +112,7 @@ class Staged:
         self.runs = context.count(sent, calls, numbers=True)
 
     def close(self) -> None:
-        """Free the persistent request."""
+        """Free the persistent MPI request, and with it the allreduce that MPI has prepared."""
         self.request.Free()
 
 
@@ -263,7 +263,7 @@ class Handshake:
         return held
 
     def close(self) -> None:
-        """Free the persistent request."""
+        """Free the persistent MPI request, and with it the allreduce that MPI has prepared."""
         self.request.Free()
 
 

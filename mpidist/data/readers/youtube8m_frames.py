@@ -34,6 +34,7 @@ class YouTube8MFrames(Videos):
     Parameters
     ----------
     paths : path-like, or sequence of path-like
+        The TFRecord files with frame-level features.
     frames : int
         Number of frames of each sample. Longer videos are cut, and shorter videos are padded with
         zeros. The second array of a sample has the number of frames that are not padding. The data

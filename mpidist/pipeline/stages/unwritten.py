@@ -32,7 +32,9 @@ class Checked:
         return dx
 
     def backward_weights(self, parameters, saved, dy, gradients, ready) -> None:
-        """Call the layer's `backward_weights`, see `backward`."""
+        """Call the layer's `backward_weights`; raise ConfigError if it does not write all
+        gradients.
+        """
         _mark(gradients, self._names)
         self._layer.backward_weights(parameters, saved, dy, gradients, ready)
         self._check(gradients)

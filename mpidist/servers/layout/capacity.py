@@ -46,6 +46,7 @@ def check_capacity(model: str, servers: list[tuple[int, str, int, int | None]]) 
     model : str
         The name of the model.
     servers : list of (rank, host, needed bytes, available bytes or None)
+        An entry for each server; None if the memory that its host has is unknown.
 
     Raises
     ------

@@ -178,6 +178,7 @@ class WholeShard:
     ----------
     layout : ServerLayout
     parts : list of ShardPart
+        One part for each tensor of which the server holds something.
     nbytes : int
         The bytes of the data in a message with all parts.
     """

@@ -42,6 +42,7 @@ class MemoryPush(PushStream):
     shard : WholeShard
         All parts of the model on this server.
     pieces : sequence of WirePiece
+        The pieces of the server's part of the model.
     addresses : sequence of int
         The addresses in the memory of `source` at which the gradient of each part begins.
 

@@ -33,6 +33,7 @@ class PieceReceives:
     link : Link
     source, tag : int
     pieces : sequence of WirePiece
+        All pieces of the push or the answer.
     memory : callable
         ``memory(number)`` returns the bytes into which piece `number` is received.
     model : str, optional

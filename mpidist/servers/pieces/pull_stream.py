@@ -33,6 +33,7 @@ class PulledVersion:
     link : Link
     shard : ServerShard
     pieces : sequence of WirePiece
+        The pieces of the server's part of the model.
     """
 
     def __init__(self, link: Link, shard: ServerShard, pieces: Sequence[WirePiece]):

@@ -4,7 +4,7 @@ Gradients are often in the same memory as in an earlier update: the shared memor
 this host, a buffer of the pool, or the sum of all pushes of a clock. In a small model, looking up
 the arrays of an update takes longer than its arithmetic. So an object with such gradients keeps a
 bound update, a function of the optimizer that already knows all arrays, see `optim.Optimizer`. A
-user's optimizer has no bound updates, and makes updates in the usual way.
+user's optimizer has no bound updates, so each of its updates looks up the arrays.
 """
 
 from __future__ import annotations

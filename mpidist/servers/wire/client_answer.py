@@ -33,6 +33,7 @@ class ServerCall(NamedTuple):
     pushes : mapping or None
         name -> (rows, values).
     samples : int or None
+        The number of samples of the push; None if the worker gave no number.
     known : collection of int
         Numbers of the servers that already have the push.
     gradients, out : mapping or None

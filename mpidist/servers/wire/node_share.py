@@ -109,6 +109,7 @@ class NodeShare:
     Parameters
     ----------
     node : NodeRanks
+        The workers and the servers of the group on this host.
     layout : ServerLayout
     piece_bytes : int
         The largest number of bytes of a piece.

@@ -91,6 +91,7 @@ class ShardPieces:
     Attributes
     ----------
     pieces : list of WirePiece
+        The pieces of the server's part of the model.
     """
 
     def __init__(self, shard: ServerShard, limit: int):
@@ -206,6 +207,7 @@ class StreamedUpdate:
         have received these answers before they push again.
     shard : ServerShard
     pieces : ShardPieces
+        The server's parameters, cut into pieces.
     pushes : sequence of (share, PushStream or parts)
         The pushes in the order of the workers, each with its share (its weight in the mean).
     weight : float

@@ -373,7 +373,7 @@ class Stages:
     # -- the end -------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free the stage. Collective."""
+        """Free the memory and the communicators of the stage. Collective."""
         self.stage.close()
         if self._ordered is not None and not of(self._ordered).failed:
             free(self._ordered)

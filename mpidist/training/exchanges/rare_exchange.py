@@ -33,6 +33,7 @@ class RareExchange:
     Parameters
     ----------
     client : Client
+        This worker's access to the model on the servers.
     parameters : dict of str to array
         The worker's parameters, which `step` changes in place.
     optimizer : object with init and update

@@ -21,6 +21,7 @@ class ServerRoles:
     Parameters
     ----------
     strategy : ParameterServer
+        The settings of the run, such as which ranks are servers.
     ranks : int
         How many ranks the run has at its beginning, spares not counted.
 
