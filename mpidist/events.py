@@ -202,7 +202,8 @@ class Trail:
     def begin(
         self, kind: str, peer: int | None = None, model: str = "", clock: int = 0, open: bool = True
     ) -> list:
-        """Record a request and return it; the caller marks its end by ``operation[OPEN] = False``.
+        """Record a request and return it; the caller marks its end by setting the field `open` to
+        False: ``operation[OPEN] = False``.
 
         The result is a list of the fields of `Operation`. A list takes 0.2 us to make, which is
         half as long as an `Operation` takes.

@@ -79,7 +79,7 @@ def base(nodes: int) -> Setting:
 
 
 def open_mpi(ranks: int, nodes: int) -> list[Setting]:
-    """Return the settings to try with Open MPI."""
+    """Return the settings with which Open MPI's allreduce algorithms are timed."""
     found = [base(nodes)] if nodes > 1 else []
     for number, name, segment, low, high in _OPEN_MPI:
         variables = {
@@ -107,7 +107,7 @@ def with_rules(path: str, nodes: int) -> dict[str, str]:
 
 
 def mpich() -> list[Setting]:
-    """Return the settings to try with MPICH."""
+    """Return the settings with which MPICH's allreduce algorithms are timed."""
     found = [
         Setting(
             name.replace("_", " "),

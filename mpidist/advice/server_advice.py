@@ -79,7 +79,7 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        """The seconds of a step."""
+        """The predicted seconds of a training step."""
         return self.compute + self.messages
 
     @property

@@ -73,7 +73,7 @@ class Mark(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the file of the mark."""
+        """Name of the file that says where the history begins."""
         after = "" if self.after is None else f"-after-{self.after}-step-{self.step}"
         return f"history-{self.number}{after}{self.beginning and f'-of-{self.beginning}'}"
 

@@ -106,7 +106,7 @@ class MemoryCopies:
         self._fits: bool | None = None
 
     def begin(self, step: int) -> None:
-        """Begin to count at `step`, the first step of the loop."""
+        """Begin to count the steps to the next copy at `step`, the first step of the loop."""
         self._interval.begin(step)
 
     def keep(self, comm, step: int, state: Callable[[], Mapping]) -> None:

@@ -22,7 +22,7 @@ def add_parser(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the request, and return the exit code."""
+    """Request more ranks from a running `mpidist launch`, and return the exit code."""
     from ..supervisor.requests import request_growth
 
     try:

@@ -439,5 +439,5 @@ def is_smaller_side(before: Sequence[str], living: Sequence[str]) -> bool:
 
 
 def host(name: str) -> str:
-    """Return the host in the name of a rank."""
+    """Return the host in the name of a rank: n2 for ``rank 3 of 8 on n2``."""
     return name.rpartition(" on ")[2]

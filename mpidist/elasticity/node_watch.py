@@ -81,7 +81,7 @@ class NodeWatch:
     def end_steps(self, phase: int = PLAN) -> None:
         """Show the other ranks that this rank does no more steps, and must not count as late.
 
-        `phase` is what it does instead, by default PLAN, which may take any time.
+        `phase` is the number of what it does instead: by default planning, which may take any time.
         """
         self.board.show(phase, time.monotonic())
 

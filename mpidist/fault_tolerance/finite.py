@@ -1,4 +1,4 @@
-"""The check that a state has no NaN and no infinity."""
+"""The check that the arrays and numbers of a state have no NaN and no infinity."""
 
 from __future__ import annotations
 

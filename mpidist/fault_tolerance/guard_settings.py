@@ -22,7 +22,7 @@ def settings_of(*, state, store, signals, time_limit, patience, every, deciders)
     For `state` and `deciders`, the result only says whether they were given, and for `store` it has
     the name of the store's class. The values of these three arguments may differ between ranks:
     each rank may save another part of the state, and ranks that do not run the training loop pass
-    COMM_NULL as `deciders`.
+    ``MPI.COMM_NULL`` as `deciders`.
 
     Raises
     ------

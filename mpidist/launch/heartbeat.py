@@ -147,7 +147,7 @@ class Pulse:
         self.flush()
 
     def flush(self) -> None:
-        """Make visible on other hosts what this rank has written."""
+        """Make the heartbeat file of this rank visible on other hosts now."""
         with contextlib.suppress(OSError):
             self._map.flush()
 

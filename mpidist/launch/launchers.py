@@ -49,7 +49,7 @@ def find_launcher(python: str | os.PathLike | None = None) -> Path:
 
 @lru_cache
 def launcher_version(launcher: str) -> str:
-    """Return the output of ``launcher --version``."""
+    """Return what the command ``launcher --version`` prints."""
     said = subprocess.run([launcher, "--version"], capture_output=True, text=True, timeout=30)
     return said.stdout
 

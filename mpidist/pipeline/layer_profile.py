@@ -48,7 +48,7 @@ class Layer:
 
     @property
     def seconds(self) -> float:
-        """The time of a forward and a backward pass."""
+        """The time of a forward and a backward pass of this layer."""
         return self.forward + self.backward
 
 

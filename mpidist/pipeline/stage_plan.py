@@ -82,12 +82,12 @@ class PipelineGrid:
 
     @property
     def stages(self) -> int:
-        """The number of stages."""
+        """The number of stages of the pipeline."""
         return len(self.replicas)
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
+        """The number of ranks of all stages together."""
         return sum(self.replicas)
 
     def place(self, rank: int) -> tuple[int, int]:
@@ -99,7 +99,7 @@ class PipelineGrid:
         return stage, rank
 
     def ranks_of(self, stage: int) -> range:
-        """Return the ranks of a stage."""
+        """Return the ranks that have a replica of a stage."""
         first = sum(self.replicas[:stage])
         return range(first, first + self.replicas[stage])
 

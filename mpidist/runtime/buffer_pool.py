@@ -79,7 +79,7 @@ class BufferPool:
                 del self._idle[oldest]
 
     def close(self) -> None:
-        """Free all idle buffers."""
+        """Free the memory of all idle buffers."""
         self._idle.clear()
         self.kept = 0
 

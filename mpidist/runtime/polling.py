@@ -130,7 +130,7 @@ class ElasticWait:
                 self._board.look(now)
 
     def end(self) -> None:
-        """End the wait."""
+        """Show the other ranks of the node that this rank no longer waits."""
         if self._before is not None:
             self._board.show(self._before, time.monotonic())
 

@@ -100,7 +100,7 @@ class Board:
         return False
 
     def write(self, record: dict) -> None:
-        """Publish the record of this rank."""
+        """Publish `record` (JSON values) as the status of this rank."""
         while len(text := json.dumps(record, separators=(",", ":")).encode()) > RECORD:
             # Only the two texts of a record can be long. The longer text is cut, because the
             # shorter text is more useful.

@@ -114,7 +114,7 @@ class Membership:
     Attributes
     ----------
     comm : ElasticComm
-        The communicator of the active ranks, which is made by `open`; COMM_NULL on a spare.
+        The communicator of the active ranks, which is made by `open`; ``MPI.COMM_NULL`` on a spare.
     children : list of MPI.Comm
         `comm` and all communicators that were made from it, which are revoked together.
     """

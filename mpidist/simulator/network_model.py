@@ -71,7 +71,7 @@ class Problem(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size of the vector in bytes."""
+        """The size of the vector that is reduced, in bytes."""
         return self.n * self.itemsize
 
     @property

@@ -42,13 +42,13 @@ class Waiting(Protocol):
 
     @property
     def signs(self) -> Sequence[Sign]:
-        """The heartbeats of the attempt's ranks."""
+        """The newest heartbeat of each rank of the new attempt."""
 
     def fault(self, now: float) -> str:
         """Return why the waiting attempt must be given up; "" if there is no reason."""
 
     def end(self) -> None:
-        """End all processes of the attempt."""
+        """End all processes of the new attempt (start of the program)."""
 
 
 W = TypeVar("W", bound=Waiting)

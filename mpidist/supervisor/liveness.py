@@ -103,7 +103,7 @@ class Vigil:
         self._step, self._stepped = -1, began
 
     def note(self, signs: Sequence[Sign]) -> None:
-        """Store the newest heartbeats of the ranks."""
+        """Store `signs`, the newest heartbeats of the ranks, for the next decision."""
         self._signs.update({sign.rank: sign for sign in signs})
 
     @property

@@ -183,13 +183,13 @@ class RunningAttempt:
         return self._result(asked, why)
 
     def end(self) -> None:
-        """End all processes of the attempt."""
+        """End all processes of this attempt (start of the program on all ranks)."""
         self._end()
         self.deaths.close()
 
     @property
     def signs(self) -> list[heartbeat.Sign]:
-        """The last heartbeat of each rank, in the order of the ranks."""
+        """The newest heartbeat of each rank of this attempt, in the order of the ranks."""
         return self.vigil.signs
 
     def fault(self, now: float) -> str:

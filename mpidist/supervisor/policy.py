@@ -93,7 +93,7 @@ class Attempt(NamedTuple):
         return self.step is not None and self.first is not None and self.step > self.first
 
     def text(self) -> str:
-        """Return the result of the attempt in a few words."""
+        """Return the result of this attempt in a few words, for a printed line."""
         end = f"exit code {self.code}" if self.code >= 0 else f"signal {-self.code}"
         if self.unstarted and not self.why:
             return f"the launcher has started nothing (see its messages above), {end}"

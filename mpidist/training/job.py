@@ -249,7 +249,7 @@ def elastic_of(job: Job) -> Elastic | None:
 
 
 class Parts(NamedTuple):
-    """The objects that a job file describes."""
+    """The data, model, optimizer, strategy and options for reading that a job file describes."""
 
     train: Any
     test: Any
@@ -260,7 +260,7 @@ class Parts(NamedTuple):
 
 
 def model_of(job: Job):
-    """Make the model of a job."""
+    """Make the model that the table ``[model]`` of a job file describes."""
     from .. import models
 
     return models.from_settings(*_split({"seed": job.seed, **job.model}))

@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
+        """The number of ranks that this case needs."""
         return self.workers + (self.servers if self.placement == "dedicated" else 0)
 
 

@@ -98,7 +98,7 @@ class Manifest(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of all arrays."""
+        """Number of bytes of all arrays of the checkpoint together."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 

@@ -142,7 +142,7 @@ class Geometry:
 
     @cached_property
     def size(self) -> np.ndarray:
-        """Number of elements of each piece."""
+        """Number of elements of each piece (row of the table)."""
         return np.multiply.reduce(self.extent, axis=1)
 
     @cached_property

@@ -32,7 +32,7 @@ class Box(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements of this box."""
         return prod(self.extent)
 
     @property

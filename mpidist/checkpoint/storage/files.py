@@ -290,7 +290,7 @@ def is_folder(name: str, root: int) -> bool:
 
 
 def close(descriptor: int) -> None:
-    """Close a descriptor."""
+    """Close the open file or folder with this descriptor."""
     os.close(descriptor)
 
 

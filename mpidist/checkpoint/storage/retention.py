@@ -43,10 +43,10 @@ def temporary_name(step: int, nonce: int) -> str:
 
 
 def claim(folder: int) -> int:
-    """Make this process the owner of a temporary folder: create and lock a file OWNER in it.
+    """Make this process the owner of a temporary folder: create and lock a file in it.
 
-    Returns the descriptor of the locked file. The lock lasts until the descriptor is closed, which
-    the operating system does when the process ends or is killed.
+    The file has the name "OWNER". Returns the descriptor of the locked file. The lock lasts until
+    the descriptor is closed, which the operating system does when the process ends or is killed.
     """
     with ExitStack() as stack:
         descriptor = files.create(OWNER, folder)

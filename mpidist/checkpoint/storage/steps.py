@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the folder."""
+        """Name of the step folder, such as ``step-000000001200``."""
         history = f"-h{self.history}" if self.history else ""
         suffix = f".{self.generation}" if self.generation else ""
         return f"step-{self.step:012d}{history}{suffix}"

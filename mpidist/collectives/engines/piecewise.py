@@ -388,7 +388,7 @@ class ProgramRun:
         return self.done
 
     def wait(self) -> None:
-        """Wait for the end. Collective."""
+        """Wait until this rank has finished its part of the operation. Collective."""
         try:
             self.context.wait(self.test, self.sequence)
         except BaseException as error:

@@ -69,7 +69,7 @@ class Videos:
         return found
 
     def close(self) -> None:
-        """Close the files."""
+        """Close all TFRecord files of this source."""
         self.records.close()
 
 

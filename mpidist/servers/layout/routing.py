@@ -33,7 +33,7 @@ class ShardPart(NamedTuple):
     rows: np.ndarray | None = None
 
     def elements(self, layout: ServerLayout) -> int:
-        """Return the number of elements."""
+        """Return the number of elements of the tensor that this part has."""
         if self.rows is None:
             return self.piece.stop - self.piece.start
         return len(self.rows) * layout.tensors[self.piece.tensor].width

@@ -109,7 +109,7 @@ class PulledCopies:
         self.kept: list[dict[str, np.ndarray]] = [{} for _ in range(workers)]
 
     def keep(self, worker: int, parts: Sequence[ShardPart]) -> None:
-        """Copy the parameters that `worker` pulls now."""
+        """Copy the parameters, listed in `parts`, that `worker` pulls now."""
         shard, copies = self._shard, self.kept[worker]
         for part in parts:
             key = shard.key(part)

@@ -38,7 +38,7 @@ class Messages:
         self._post(self.comm.Isend, array, rank)
 
     def receive(self, array: np.ndarray, rank: int) -> None:
-        """Begin to receive into a contiguous array."""
+        """Begin to receive a message of the rank `rank` into a contiguous array."""
         self._post(self.comm.Irecv, array, rank)
 
     def _post(self, call: Callable[..., MPI.Request], array: np.ndarray, rank: int) -> None:

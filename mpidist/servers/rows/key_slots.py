@@ -48,7 +48,7 @@ class KeySlots:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all keys."""
+        """Remove all keys from the mapping."""
         self.count = self._taken = 0
         self._make(64)
 
@@ -144,7 +144,7 @@ class KeyRows:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all keys, and free the memory."""
+        """Remove all keys, and free the memory of the arrays."""
         self._slots, self._free, self._next = KeySlots(), np.empty(0, np.int64), 0
         self.keys, self.live = np.empty(0, np.int64), np.empty(0, bool)
         self.columns = {name: np.zeros((0, *s), t) for name, (s, t) in self._kinds.items()}
@@ -154,12 +154,12 @@ class KeyRows:
 
     @property
     def capacity(self) -> int:
-        """How many keys fit without more memory."""
+        """How many keys fit into the arrays without more memory."""
         return len(self.keys)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of memory of all arrays."""
+        """The bytes of memory of the keys, the hash table and all arrays."""
         arrays = (self.keys, self.live, *self.columns.values())
         return self._slots.nbytes + sum(array.nbytes for array in arrays)
 

@@ -50,7 +50,9 @@ class ServerCall(NamedTuple):
     out: Mapping | None
 
     def flags_of(self, server: int) -> int:
-        """Return what a server is asked for: `flags`, without PUSH if it already has the push."""
+        """Return what a server is asked for: `flags`, without the bit PUSH if it has the push
+        already.
+        """
         return self.flags & ~PUSH if server in self.known else self.flags
 
 

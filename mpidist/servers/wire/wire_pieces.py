@@ -69,7 +69,7 @@ class WirePiece(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The length of the piece in bytes."""
+        """The length of the message with this piece, in bytes."""
         return self.stop - self.start
 
 

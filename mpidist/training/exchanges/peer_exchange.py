@@ -269,7 +269,7 @@ class Peers(WholeModel):
         return False
 
     def close(self) -> None:
-        """Free the private communicator. Collective."""
+        """Free the communicator on which the models are sent. Collective."""
         self.messages.close()
         self.private.Free()
 

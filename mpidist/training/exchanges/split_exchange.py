@@ -145,7 +145,7 @@ class SplitStages(Stages):
         return digest_of_parts(self.comm, self._as_shards(self.parameters))
 
     def close(self) -> None:
-        """Free the stage and the communicators. Collective."""
+        """Free the stage, and the communicators of the ranks that share layers. Collective."""
         super().close()
         for comm in (self.sharers, self.pipeline):
             if of(comm).failed:
