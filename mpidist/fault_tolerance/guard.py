@@ -22,13 +22,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from numbers import Integral
 
 import numpy as np
 from mpi4py import MPI
 
 from .. import events
 from ..collectives.allreduce import allreduce
-from ..errors import MismatchError, MpidistError, ProtocolError, StorageError
+from ..errors import ConfigError, MismatchError, MpidistError, ProtocolError, StorageError, shown
 from ..launch import heartbeat
 from ..launch.claims import claimed_size
 from ..runtime.agreement.run_on_all import difference, run_on_all, same_on_all
@@ -238,6 +239,8 @@ class Guard:
         MismatchError
             On all ranks, if the ranks are at different steps.
         """
+        if not isinstance(step, Integral):
+            raise ConfigError(f"guard: should_stop: step={shown(step)}; expected a whole number")
         heartbeat.note_steps(step)
         self._stragglers.window.note(self._own.stop())
         self._own.begin()

@@ -16,6 +16,10 @@ from mpidist.fault_tolerance.guard import is_finite
 def test_bad_arguments(comm, options):
     with pytest.raises(ConfigError, match="guard: "):
         md.guard(comm, **options)
+    with md.guard(comm) as run:
+        for step in ("7", 1.5, None):
+            with pytest.raises(ConfigError, match=r"step=.*; expected a whole"):
+                run.should_stop(step)
 
 
 @pytest.mark.ranks(1)
