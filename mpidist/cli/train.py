@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import events
-from ..errors import ConfigError, StorageError
+from ..errors import ConfigError, MpidistError, StorageError, described
 from ..launch import binding, claims, heartbeat, start_checks, start_report
 from ..launch.environment import has_ulfm, memory_folder
 from ..launch.fault_points import fault_point
@@ -52,15 +52,14 @@ def add_parser(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, and return 0. Collective over all ranks of the launch."""
-    from ..data.readers import remote
-    from ..errors import MpidistError
-    from ..training.job import build_run, read_job
-
     # A signal that asks for a stop while the run starts stays pending until `md.guard` handles it.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     heartbeat.join()
     fault_point("start")
     try:
+        from ..data.readers import remote
+        from ..training.job import build_run, read_job
+
         job = read_job(args.job, args.settings)
         claim = claims.claimed_size(os.environ)
         far = remote.is_remote(job.data)
@@ -74,6 +73,10 @@ def run(args: argparse.Namespace) -> int:
     except MpidistError as error:
         error.awaited = True
         raise
+    except (ImportError, OSError) as error:  # perhaps on this host only
+        told = MpidistError(described(error))
+        told.awaited = True
+        raise told from error
     comm = start_ranks(os.environ)
     try:
         if parts is None:  # only MPI can tell which rank of each node must fetch the data

@@ -1,7 +1,9 @@
 """The start checks compare the software of real ranks, and report differences on all ranks."""
 
 import platform
+import signal
 import sys
+from argparse import Namespace
 from importlib.metadata import version
 from types import SimpleNamespace
 
@@ -9,8 +11,9 @@ import pytest
 from mpi4py import MPI
 
 from mpidist import runtime
+from mpidist.cli import train
 from mpidist.cli.start import start_ranks
-from mpidist.errors import ConfigError
+from mpidist.errors import ConfigError, MpidistError
 from mpidist.launch import claims, start_checks
 
 
@@ -54,3 +57,12 @@ def test_a_command_whose_hook_cannot_be_imported_on_one_rank(comm, monkeypatch, 
     with pytest.raises(ConfigError, match=rf"rank {odd} on .*import of mpidist.runtime.failure"):
         start_ranks({})
     assert ("ModuleNotFoundError" in capfd.readouterr().err) == (comm.rank == odd == 0)
+
+
+def test_an_import_that_fails_before_mpi_starts(monkeypatch):
+    """The error says that the other ranks wait in MPI_Init."""
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda *_: None)
+    monkeypatch.setitem(sys.modules, "mpidist.training.job", None)
+    with pytest.raises(MpidistError, match=r"^ModuleNotFoundError: .*training\.job") as error:
+        train.run(Namespace(job="none.toml", settings=[]))
+    assert error.value.awaited
