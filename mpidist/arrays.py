@@ -49,7 +49,7 @@ def array_module(x):
     return sys.modules["cupy"] if is_device(x) else np
 
 
-def as_array(x):
+def as_array(x, written: bool = True):
     """Return `x` as a NumPy or CuPy array; a writable result shares the memory of `x`.
 
     Parameters
@@ -58,6 +58,8 @@ def as_array(x):
         An array is returned as it is. An object of a subclass of ndarray is returned as a plain
         array. A tensor of another library is returned as a view, which is writable if that library
         allows writing.
+    written : bool
+        Whether the caller writes into the result. The text of the error depends on it.
 
     Raises
     ------
@@ -75,10 +77,10 @@ def as_array(x):
         return x
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return _from_dlpack(x)
-    raise ConfigError(
-        f"expected a NumPy, CuPy or DLPack array, got {type(x).__name__}; "
-        "wrap it: numpy.asarray(x), and keep the array, because the result is written into it"
-    )
+    cure = "wrap it: numpy.asarray(x)"
+    if written:
+        cure += ", and keep the array, because the result is written into it"
+    raise ConfigError(f"expected a NumPy, CuPy or DLPack array, got {type(x).__name__}; {cure}")
 
 
 def _from_dlpack(x):

@@ -85,7 +85,7 @@ def host_model(
         if any(one["kept"] for one in everyone):
             # After a death: the servers have kept the model, so they allocate and fill nothing.
             return tensors, policies, inits, False, piece
-        check_capacity(asked.name, needs)
+        check_capacity([asked.name], needs)
         return tensors, policies, inits, everyone[workers[0]]["inits"] is None, piece
 
     _announce(link, server, servers, workers)

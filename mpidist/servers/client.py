@@ -73,7 +73,8 @@ class Client:
         self._batch, self._drops = asked.global_batch, asked.nonfinite == "drop"
         self._nonfinite = self.dropped = self.skipped = 0
         self._bound: BoundPushPull | None = None
-        self.asked = asked._replace(model={})  # so that the client does not keep the arrays alive
+        # The client keeps neither the arrays alive nor what a server has kept after a death.
+        self.asked = asked._replace(model={}, kept=None)
         self.modes = ClientModes(self.asked, group.votes)
         self._cache = cached_rows(asked, layout, len(group.worker_ranks), self.modes)
         self.requests = self._requests(model, piece_bytes, share)

@@ -39,7 +39,8 @@ def check_stuck(
     """
     if context.size == 1:
         return
-    context.statuses.listen()
+    with context.statuses.quiet:  # a thread may wait in another group of this communicator
+        context.statuses.listen()
     for rank in ranks:
         status = context.statuses.known(rank)
         if status is not None and _cannot_come(status, context.sequence) and not test():

@@ -24,7 +24,14 @@ import numpy as np
 from mpi4py import MPI
 
 from .. import events
-from ..errors import ClosedError, MismatchError, MpidistError, ProtocolError, described
+from ..errors import (
+    ClosedError,
+    MismatchError,
+    MpidistError,
+    ProtocolError,
+    RankFailure,
+    described,
+)
 from ..partition import pieces
 from ..runtime import polling, ulfm
 from ..runtime.agreement.run_on_all import run_on_all
@@ -147,7 +154,8 @@ class Link:
         self.models: list = []
         self.doors: Any = None  # the first model's memory that is shared with ranks of this host
         self._pinned: list = []  # requests and buffers that MPI may use after a wait has failed
-        self.death: Any = None  # in an elastic run, the RankFailure that has ended a call
+        # In an elastic run: the text and the ranks of the RankFailure that has ended a call.
+        self.death: tuple[str, tuple[int, ...]] | None = None
 
     # -- one call at a time ------------------------------------------------------------------
 
@@ -180,12 +188,19 @@ class Link:
         After a death in an elastic program, no notice is sent, because all ranks notice the death.
         """
         if ulfm.current is not None and is_death(error):
-            self.death = rank_failure(error)
+            failure = rank_failure(error)
+            # Not the error itself, whose traceback refers to all memory of the run.
+            self.death = str(failure), failure.ranks
             keep_alive(self._sending, self.receiving, self._pinned)
             return
         self.context.leftovers = True
         _abandoned.add(self)
         self.notify(error)
+
+    def let_go(self) -> None:
+        """Forget the server and the models of a group that has ended. This link may be kept."""
+        self.background, self.models, self.trail.about = nothing, [], None
+        self.pool = MessagePool(keep=0)
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -367,8 +382,11 @@ class Link:
         raise self._ended(self.failed)
 
     def _ended(self, text: str) -> MpidistError:
-        died = None if self.context.closed else self.death  # after the repair, nobody has died
-        error = died or (MismatchError if self.context.failed else ProtocolError)(text)
+        error: MpidistError = ProtocolError(text)
+        if self.death is not None and not self.context.closed:  # after the repair, nobody has died
+            error = RankFailure(*self.death)
+        elif self.context.failed:
+            error = MismatchError(text)
         error.secondary = self.heard  # the failed rank itself prints its traceback
         self._mark(error)
         return error

@@ -109,7 +109,8 @@ def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, fl
         specs = {key: _described(name, key, value) for key, value in model.items()}
         inits = {key: parse_init(v[2] if len(v) > 2 else "zeros") for key, v in model.items()}
     else:
-        arrays = {key: checked_array(f"model {name!r}: {key!r}", x) for key, x in model.items()}
+        where = f"model {name!r}: "
+        arrays = {key: checked_array(f"{where}{key!r}", x, False) for key, x in model.items()}
         specs = {key: (tuple(a.shape), np.dtype(a.dtype)) for key, a in arrays.items()}
     for key, (_, dtype) in specs.items():
         if dtype.name != "bfloat16" and (dtype.kind != "f" or dtype.itemsize > 8):
@@ -211,6 +212,13 @@ def check_server_optimizer(name: str, optimizer) -> None:
         raise ConfigError(f"model {name!r}: optimizer={shown(optimizer)} has no init and update")
     if not getattr(optimizer, "elementwise", False):
         kind = getattr(optimizer, "name", type(optimizer).__name__)
+        settings = getattr(optimizer, "settings", None)
+        if isinstance(settings, Mapping) and "clip_norm" in settings:  # made by `optim.clipped`
+            raise ConfigError(
+                f"model {name!r}: optimizer {kind} clips gradients itself "
+                f"(clip_norm={shown(settings['clip_norm'])}), expected one that does not clip; "
+                "give it without clipped(), and clip_norm= once, when the model is added"
+            )
         raise ConfigError(
             f"model {name!r}: optimizer {kind} needs whole tensors, but servers hold parts of "
             "tensors; use an elementwise optimizer: sgd, momentum, adam, adagrad, ftrl"

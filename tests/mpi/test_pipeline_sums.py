@@ -1,5 +1,8 @@
 """Sums over replicas on several hosts are sent while the last backward pass goes on (R88)."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 from test_stage import batches, even_cuts, network, run
@@ -89,6 +92,37 @@ def test_an_exception_while_sums_are_under_way_ends_all_ranks(comm, hosts):
     with pytest.raises((ZeroDivisionError, MpidistError), match="the layer failed"):
         stage.step(batches("mlp")[0])
     stage.close()
+
+
+def owner(array):
+    """The array that owns the memory of another one, or the first view of memory that is none."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def sums_are_freed(comm, **plan):
+    stage = md.Stage(comm, network("mlp"), plan_stages(8, ranks=comm.size, microbatches=5, **plan))
+    stage.step(batches("mlp")[0])
+    parts = [part for chunk in stage.chunks.values() for part in chunk.parts]
+    memory = [weakref.ref(owner(part.sums.rows)) for part in parts]
+    for part in parts:  # partial sums of microbatches that came in another order
+        memory += [weakref.ref(array) for array in getattr(part._adding, "_free", ())]
+    assert memory
+    assert all(one() is not None for one in memory)
+    stage.close()
+    gc.collect()
+    assert [one() for one in memory] == [None] * len(memory)
+
+
+@pytest.mark.ranks(1, 3)
+def test_a_closed_stage_frees_its_sums(comm, request):
+    """Also the program that keeps the stage: in memory of the host, and for messages."""
+    for _ in range(2):
+        sums_are_freed(comm, cuts=[])
+        if comm.size == 3:
+            sums_are_freed(comm, cuts=[4], replicas=[2, 1])
+        request.getfixturevalue("hosts")
 
 
 def test_parts_are_whole_arrays(monkeypatch):

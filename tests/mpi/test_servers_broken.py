@@ -1,8 +1,10 @@
 """Broken-off calls, wrong threads, ranks in other operations: all ranks raise, and none hangs."""
 
+import gc
 import signal
 import threading
 import time
+import weakref
 from contextlib import suppress
 
 import numpy as np
@@ -193,6 +195,30 @@ def test_an_error_in_one_group_reaches_the_other(comm):
         if part != MPI.COMM_NULL:
             md.free(part)
             part.Free()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("placement", ["dedicated", "colocated"])
+def test_the_program_goes_on_without_the_memory_of_a_failed_group(comm, own, placement):
+    """Messages may still arrive in buffers of the group, which are kept; the model is not."""
+    shards = []
+
+    def run():
+        with md.ServerGroup(own, placement=placement) as group:
+            client = group.add("m", {"x": np.zeros(6)}, optimizer=SGD)
+            if group.is_server:
+                shards.append(weakref.ref(group.hosted("m")[1].shard))
+            if client is None:
+                group.serve()
+            client.push_pull(ONES)
+            if comm.rank == 0:
+                raise ZeroDivisionError("loss")
+            while True:
+                client.push_pull(ONES)
+
+    soon(run, Exception)
+    gc.collect()
+    assert [shard() for shard in shards] == [None] * (comm.rank == 2)
 
 
 @pytest.mark.ranks(3)

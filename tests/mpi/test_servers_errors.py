@@ -63,6 +63,11 @@ def test_bad_models(comm):
         ({"x": np.zeros(3)}, {"consistency": "bsp"}, "give BSP, SSP, DSSP, ASP or BackupWorkers"),
         ({"x": np.zeros(3)}, {"global_batch": 0}, "give an integer >= 1"),
         ({"x": np.zeros(3)}, {"optimizer": whole}, "servers hold pieces"),
+        (
+            {"x": np.zeros(3)},
+            {"optimizer": md.optim.clipped(SGD, 1.0), "clip_norm": 2.0},
+            "sgd clips gradients itself (clip_norm=1.0), expected one that does not clip",
+        ),
     ]
     with md.ServerGroup(comm, servers=1) as group:
         for model, options, text in bad:
@@ -120,6 +125,14 @@ def test_wrong_calls_of_a_client(comm):
             ]
             for work, kind, text in wrong:
                 assert text in raised(work, kind)
+            for given, got in (([0.0, 0.0], "list"), (0.5, "float"), (([0], [0.0]), "list")):
+                assert raised(lambda b=given: client.push({"b": b}, samples=1), md.ConfigError) == (
+                    "push 'b': gradients: expected a NumPy, CuPy or DLPack array, got "
+                    f"{got}; wrap it: numpy.asarray(x)"
+                )
+            assert "got a tuple of 3; expected an array, or (rows, values)" in raised(
+                lambda: client.push({"b": (0, 1, 2)}, samples=1), md.ConfigError
+            )
             client.push(params, samples=2)
             assert "second push in clock 0" in raised(
                 lambda: client.push(params, samples=2), md.ProtocolError

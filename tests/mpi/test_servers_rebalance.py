@@ -8,7 +8,12 @@ from mpi4py import MPI
 from test_train import fit
 
 import mpidist as md
+from mpidist import events
 from mpidist.errors import ConfigError, MismatchError
+from mpidist.servers.balance import change_shares
+from mpidist.servers.replicas import elastic_shares
+from mpidist.servers.replicas.elastic_servers import ElasticServerGroup
+from mpidist.servers.shards import ServerShard
 
 SLOW = 2  # the rank whose server is slow
 
@@ -121,3 +126,75 @@ def test_train_has_the_same_bits(comm, folder, given, monkeypatch):
     if comm.rank != given["placement"][-1]:
         for name, values in expected.items():
             assert values.tobytes() == parameters[name].tobytes()
+
+
+@pytest.mark.ranks(4)
+def test_a_server_without_memory_for_new_parts(comm, monkeypatch):
+    """In an elastic run all workers raise, and what each rank has stays; later there is memory."""
+    lacks = [MemoryError()] if comm.rank == 3 else []
+
+    def make(*given):
+        if lacks:
+            raise lacks.pop()
+        return ServerShard(*given)
+
+    ones = {"w": np.ones(100)}
+    with ElasticServerGroup(comm, servers=2) as group:
+        group.vote(True)
+        client = group.add("m", {"w": np.zeros(100)}, optimizer=md.optim.momentum(1.0, 0.5))
+        group.fill_copies("m")
+        monkeypatch.setattr(elastic_shares, "ServerShard", make)
+        if client is not None:
+            client.push_pull(ones)
+            with pytest.raises(ConfigError, match="no memory for the new parts beside the present"):
+                group.repartition(weights=[3, 1])
+            assert (group.shares, group.moved, group.prepared) == ([0.5, 0.5], 0, None)
+            assert client.push_pull(ones)["w"].tolist() == [-2.5] * 100
+            group.repartition(weights=[3, 1])
+            assert (group.shares, group.moved, group.prepared) == ([0.75, 0.25], 1, None)
+            assert client.push_pull(ones)["w"].tolist() == [-4.25] * 100
+    if group.is_server:
+        _, hosted = group.hosted("m")
+        sizes = [one.export()["parameters"][0][2].size for one in (hosted.shard, hosted.copy)]
+        assert sizes == ([75, 25] if comm.rank == 2 else [25, 75])
+
+
+@pytest.mark.ranks(3)
+def test_training_goes_on_if_a_rebalance_is_refused(comm, monkeypatch, capsys):
+    """With the same bits, one line and one event, and without further looks."""
+    looks, told = [], []
+    monkeypatch.setattr(
+        md.Rebalance, "follow", lambda self, shares, since: looks.append(0) or [*shares[::-1]]
+    )
+    monkeypatch.setattr(change_shares, "available_memory", lambda: 100)
+    monkeypatch.setattr(
+        events, "emit", lambda kind, **facts: kind == "rebalance_refused" and told.append(facts)
+    )
+    given = {"servers": {1: 1, 2: 5}, "placement": [2]}
+    expected, _ = fit(comm, strategy=md.ParameterServer(**given))
+    parameters, result = fit(comm, strategy=md.ParameterServer(**given, rebalance=3))
+    assert result.finished
+    said = comm.gather(capsys.readouterr().err.count("; the servers keep their shares"))
+    if comm.rank == 0:
+        assert (len(looks), sum(said)) == (1, 1)
+    if comm.rank != 2:
+        assert [facts["step"] for facts in told] == [3]
+        assert "model 'model' does not fit" in told[0]["reason"]
+        for name, values in expected.items():
+            assert values.tobytes() == parameters[name].tobytes()
+
+
+class Wrong(md.Rebalance):
+    def follow(self, shares, since):
+        raise ZeroDivisionError("no time at all")
+
+
+@pytest.mark.ranks(3)
+def test_a_policy_that_raises(comm):
+    """On rank 0, here a server that only serves: all ranks raise, and the group goes on."""
+    with md.ServerGroup(comm, servers=[0]) as group:
+        client = group.add("m", {"w": np.zeros(9)}, optimizer=md.optim.sgd(1.0))
+        if client is not None:
+            with pytest.raises(md.MpidistError, match=r"rank 0 of 3 .* no time at all"):
+                group.rebalance(Wrong())
+            assert client.push_pull({"w": np.ones(9)})["w"].tolist() == [-1.0] * 9

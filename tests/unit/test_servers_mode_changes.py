@@ -9,8 +9,13 @@ from gate_worlds import ChangingWorld, Choices, explore_from
 import mpidist as md
 from mpidist.errors import ConfigError, ProtocolError
 from mpidist.servers.consistency import Answer, Apply, ConsistencyGate
+from mpidist.servers.layout.placement import place_tensors
+from mpidist.servers.model_facts import Request
 from mpidist.servers.modes.agreed_changes import decode_mode, encode_mode
 from mpidist.servers.modes.changing_gate import ChangingGate
+from mpidist.servers.modes.hosted_model import Hosted
+from mpidist.servers.modes.optimizer_changes import encode_optimizer
+from mpidist.servers.shards import ServerShard
 
 MODES = [md.BSP(), md.SSP(0), md.SSP(1), md.SSP(2), md.DSSP(0, 1), md.ASP()]
 
@@ -126,3 +131,31 @@ def test_other_modes_do_not_change():
     for mode in (md.BackupWorkers(1), type("Own", (md.SSP,), {})(2)):
         with pytest.raises(ConfigError, match="may change between BSP, SSP, DSSP and ASP"):
             encode_mode(mode)
+
+
+class Rate:
+    """An optimizer of the user's own; workers compare its settings, and `_worker` is none."""
+
+    elementwise = True
+
+    def __init__(self, worker):
+        self._worker = worker
+
+    def init(self, parameters):
+        return {}
+
+    def update(self, gradients, state, parameters):
+        pass
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_all_servers_use_the_optimizer_of_the_same_worker(order):
+    """Whatever order the messages of the workers have on a server."""
+    layout = place_tensors({"w": ((4,), "f8")}, 1)
+    asked = Request("m", {}, md.optim.sgd(1.0), md.BSP())
+    model = Hosted(asked, ServerShard(layout, 0, asked.optimizer, {}, 0), 3)
+    for worker in order:
+        model.changes.hear(worker, encode_optimizer("m", layout, Rate(worker)), [4, 5, 6])
+    (change,) = model.changes.due()
+    change.work()
+    assert model.shard.optimizer._worker == 0

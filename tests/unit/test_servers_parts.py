@@ -1,5 +1,7 @@
 """Parts of a server group without MPI: roles, initial values, memory, selections of rows."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,6 +10,8 @@ from hypothesis import strategies as st
 from mpidist import optim
 from mpidist.errors import ConfigError, ProtocolError
 from mpidist.launch.free_memory import available_memory
+from mpidist.servers.balance.change_shares import Members, plan_shares
+from mpidist.servers.balance.moved_arrays import PARAMETERS
 from mpidist.servers.consistency import ASP, BSP
 from mpidist.servers.layout.capacity import bytes_text, check_capacity, needed
 from mpidist.servers.layout.placement import place_tensors
@@ -119,9 +123,9 @@ def test_memory_of_a_container(tmp_path):
 
 def test_capacity_counts_servers_of_a_node_together():
     """R12: two servers of 60 on a node with 100 do not fit, on two nodes they do."""
-    check_capacity("m", [(1, "a", 60, 100), (2, "b", 60, 100), (3, "c", 10**9, None)])
+    check_capacity(["m"], [(1, "a", 60, 100), (2, "b", 60, 100), (3, "c", 10**9, None)])
     with pytest.raises(ConfigError, match=r"server ranks 1, 2 on a need 120 B .* 100 B are avail"):
-        check_capacity("m", [(1, "a", 60, 100), (2, "a", 60, 110)])
+        check_capacity(["m"], [(1, "a", 60, 100), (2, "a", 60, 110)])
     assert bytes_text(3 * 2**40) == "3 TiB"
     assert [state_copies(make(0.1)) for make in optim.OPTIMIZERS.values()] == [0, 1, 2, 1, 2]
 
@@ -240,3 +244,31 @@ def test_messages_share_buffers():
         pool.give(buffer)
     assert len(pool._idle) == 2
     assert sum(buffer.size for buffer in pool._idle) < 100_000 + 3 * 4096
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_other_shares_count_all_models_together(elastic):
+    """Each of them would fit: 3 models of 80 bytes, of which the second server gets 40 more."""
+    models = ("a", "b", "c")
+    layouts = {name: place_tensors({"w": ((10,), "f8")}, [1.0, 0.0]) for name in models}
+    facts = {"version": 0, "ages": [0], "gate": {}, "changes": {}, "scalars": []}
+    held = [{name: {**facts, "slots": slots} for name in models}
+            for slots in ({0: {PARAMETERS: "float64"}}, {})]  # fmt: skip
+
+    def plan(free):
+        def run_on_all(doing, local, decide):
+            asked, node = (None, [0.5, 0.5]), ("host", free)
+            return decide([
+                {"asked": asked, "node": node, "served": {}},
+                *({"asked": None, "node": (f"host {k}", free), "served": held[k]} for k in (0, 1)),
+            ])  # fmt: skip
+
+        link = SimpleNamespace(run_on_all=run_on_all)
+        members = Members(link, None, layouts, [], [1, 2], [0], [1.0, 0.0], elastic=elastic)
+        return plan_shares(members, None)
+
+    # A part, the same in memory that is shared, and one array more; in elastic runs only the part.
+    need = 3 * 40 if elastic else 3 * (40 + 40) + 40
+    assert plan(need).shares == [0.5, 0.5]
+    with pytest.raises(ConfigError, match=f"'a' and 2 more do not fit: .* need {need} B"):
+        plan(need - 1)

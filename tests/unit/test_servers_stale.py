@@ -262,3 +262,20 @@ def test_momentum_needs_a_velocity():
     with pytest.raises(ConfigError, match="catch_up is 1, expected true or false"):
         md.MomentumCorrected(1)
     assert stale_policy({"name": "momentum_corrected", "catch_up": True}).catch_up
+
+
+def test_compensation_after_other_shares():
+    """In an elastic run, what a worker has pulled counts as pulled at the change, and only that."""
+    model = hosted(md.DelayCompensated(0.5))
+    pull(model, 0)
+    push(model, 0, -2)
+    before, new = model.shard, hosted(md.DelayCompensated(0.5)).shard
+    new.version, new.parameters["w"][...] = before.version, before.parameters["w"]
+    model.use_shards(new, None, 1 << 20)
+    assert [sorted(values) for values in model.kept()] == [["w"], []]
+    push(model, 0, -2)  # w has not moved since
+    push(model, 0, -2)  # w has moved by 2: -2 + 0.5 * 4 * 2 = 2
+    assert new.parameters["w"].tolist() == [2.0] * 8
+    push(model, 1, -1)  # this worker has not pulled
+    assert new.parameters["w"].tolist() == [3.0] * 8
+    assert before.parameters["w"].tolist() == [2.0] * 8

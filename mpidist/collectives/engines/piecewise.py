@@ -136,7 +136,8 @@ class PieceSum:
         if self._ahead is not None:
             self._ahead.release()
             self._ahead = None
-        self.rows = self.rows[:0]
+        self.rows = self.rows[:0].copy()  # a view would keep the memory
+        self._total = self._staging = None
 
     def add(self, vector, weight: float = 1.0, *, last: bool = False) -> None:
         """Add ``weight * vector`` as the next piece (summand) of this rank.

@@ -156,6 +156,7 @@ class SumPart:
         self._row = self._add_part = None  # these and the views are in the memory of the sum
         self._views.clear()
         self._one_layer.clear()
+        self._adding = self.sums  # without the sums of nodes that `AnyOrderSum` has kept
         self.sums.close()
 
     def finish(self) -> None:

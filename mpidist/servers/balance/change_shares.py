@@ -268,15 +268,7 @@ def _decide(members: Members, everyone: list[dict]) -> NewShares | None:
             served[0]["scalars"],
             piece_limit({*hosts}, most),
         )
-        _check_memory(
-            name,
-            members.layouts[name],
-            layout,
-            models[name],
-            [everyone[rank]["node"] for rank in servers],
-            servers,
-            members,
-        )
+    _check_memory(members, new, models, servers, [everyone[rank]["node"] for rank in servers])
     return NewShares(servers, shares, models)
 
 
@@ -329,32 +321,38 @@ def _agreed_slots(name: str, served: Sequence[Mapping]) -> dict[int, list]:
 
 
 def _check_memory(
-    name: str,
-    old: ServerLayout,
-    new: ServerLayout,
-    state: ModelState,
-    nodes: Sequence[tuple[str, int | None]],
-    servers: Sequence[int],
     members: Members,
+    new: Mapping[str, ServerLayout],
+    models: Mapping[str, ModelState],
+    servers: Sequence[int],
+    nodes: Sequence[tuple[str, int | None]],
 ) -> None:
     """Raise ConfigError if the servers of a host need more memory than the host has.
 
-    A server needs memory for the elements that it gets, for one more array at a time, and for new
-    shared memory. In an elastic run, it needs memory for all new parts beside the old ones.
+    For all models together, a server needs memory for the elements that it gets, for one more array
+    at a time, and for new shared memory. In an elastic run, it needs memory for all new parts
+    beside the old ones.
     """
-    kinds, needs = max((len(slots) for slots in state.slots.values()), default=1), []
+    needs = []
     for index, (rank, (host, free)) in enumerate(zip(servers, nodes, strict=True)):
-        before = old.bytes_of(index) if index < len(old.pieces) else 0
-        sizes = [
-            (stop - start) * new.tensors[tensor].dtype.itemsize
-            for tensor, start, stop in new.pieces[index]
-        ]
-        more = kinds * max(0, sum(sizes) - before) + max(sizes, default=0)
-        more += sum(sizes)  # the new shared memory, beside that of the old layout
-        if members.elastic:
-            more = kinds * (sum(sizes) + new.bytes_of(index - 1) * members.copied)
-        needs.append((rank, host, more, free))
-    check_capacity(name, needs)
+        more = largest = 0
+        for name, layout in new.items():
+            old, slots = members.layouts[name], models[name].slots.values()
+            kinds = max(map(len, slots), default=1)
+            sizes = [
+                (stop - start) * layout.tensors[tensor].dtype.itemsize
+                for tensor, start, stop in layout.pieces[index]
+            ]
+            if members.elastic:
+                more += kinds * (sum(sizes) + layout.bytes_of(index - 1) * members.copied)
+                continue
+            before = old.bytes_of(index) if index < len(old.pieces) else 0
+            # The parameters are counted once more: ranks of a host may share memory for them, and
+            # that of all models is made beside the memory of the old layouts.
+            more += kinds * max(0, sum(sizes) - before) + sum(sizes)
+            largest = max(largest, *sizes, 0)
+        needs.append((rank, host, more + largest, free))
+    check_capacity([*new], needs)
 
 
 def divided(old: ServerLayout, shares: list[float]) -> ServerLayout:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...errors import MismatchError, MpidistError
+from ...errors import MismatchError
 from ...runtime.agreement.run_on_all import difference
 from ..client import Client
 from ..layout.placement import ServerLayout
@@ -140,7 +140,7 @@ class OnlineShares:
         """On a dedicated server: do one of the calls in `_CALLS` with the workers in a pause."""
         try:
             _CALLS[tag["call"]](self, None)
-        except MpidistError as error:
+        except Exception as error:  # of any class, for a policy may be the user's own
             # If all ranks have raised this error together, the workers may catch it and go on.
             if self.link.failed is not None or getattr(error, "known_on", None) is not self.link:
                 raise

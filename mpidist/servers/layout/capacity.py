@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...errors import ConfigError
 from ..consistency import Consistency
 
@@ -38,13 +40,15 @@ def needed(
     return round(shard * (2 + copies + pushes)) + answers
 
 
-def check_capacity(model: str, servers: list[tuple[int, str, int, int | None]]) -> None:
-    """Raise ConfigError if a model does not fit into the memory of the servers' hosts.
+def check_capacity(
+    models: Sequence[str], servers: Sequence[tuple[int, str, int, int | None]]
+) -> None:
+    """Raise ConfigError if models together do not fit into the memory of the servers' hosts.
 
     Parameters
     ----------
-    model : str
-        The name of the model.
+    models : sequence of str
+        The names of the models, for the error text.
     servers : list of (rank, host, needed bytes, available bytes or None)
         An entry for each server; None if the memory that its host has is unknown.
 
@@ -61,8 +65,11 @@ def check_capacity(model: str, servers: list[tuple[int, str, int, int | None]]) 
         free = min((entry[3] for entry in here if entry[3] is not None), default=None)
         if free is not None and need > free:
             ranks = ", ".join(str(entry[0]) for entry in here)
+            what = f"model {models[0]!r} does"
+            if len(models) > 1:
+                what = f"models {models[0]!r} and {len(models) - 1} more do"
             raise ConfigError(
-                f"model {model!r} does not fit: server ranks {ranks} on {host} need "
+                f"{what} not fit: server ranks {ranks} on {host} need "
                 f"{bytes_text(need)} with optimizer state and buffers, {bytes_text(free)} are "
                 "available; use more servers on other nodes, or a smaller model"
             )

@@ -168,10 +168,13 @@ class Selection:
         tensor, rows = self.tensor(name), None
         if isinstance(gradient, tuple):
             if len(gradient) != 2:
-                raise ConfigError(f"push {name!r}: gradients: expected (rows, values)")
+                raise ConfigError(
+                    f"push {name!r}: gradients: got a tuple of {len(gradient)}; expected an array, "
+                    "or (rows, values)"
+                )
             rows, gradient = self.rows(name, gradient[0]), gradient[1]
         self._checked_open("push", name, rows)
-        gradient = checked_array(f"push {name!r}: gradients", gradient)
+        gradient = checked_array(f"push {name!r}: gradients", gradient, written=False)
         if is_device(gradient):
             staged = host_empty(gradient.size, gradient.dtype, like=gradient)
             copy_into(staged, gradient)
@@ -208,9 +211,9 @@ def _shape(tensor: Tensor, rows) -> tuple[int, ...]:
     return tensor.shape if rows is None else (len(rows), *tensor.shape[1:])
 
 
-def checked_array(what: str, x):
+def checked_array(what: str, x, written: bool = True):
     """Return `x` as an array, or raise ConfigError with a text that begins with `what`."""
     try:
-        return as_array(x)
+        return as_array(x, written)
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from error

@@ -97,6 +97,11 @@ class Kept(NamedTuple):
     newcomer: bool = False
     looked: int = 0
 
+    def without_memory(self) -> Kept:
+        """Return the facts alone: an exchange has taken over the shards and the gradients."""
+        model = self.model and self.model._replace(shard=None, copy=None)
+        return self._replace(model=model, pending=None)
+
 
 class Served(WholeModel):
     """Exchange the gradients of one model with its parameter servers. Collective over `comm`."""
@@ -157,9 +162,10 @@ class Served(WholeModel):
                 MODEL, shapes, self.kept.model, optimizer=optimizer, consistency=mode, **settings
             )
         self.served = self.group.hosted(MODEL)
+        self.pending, self.sent = self.kept.pending, False
+        self.kept = self.kept.without_memory()
         if self.dedicated:
             return
-        self.pending, self.sent = self.kept.pending, False
         self._share_state()
         self.stragglers = OwnTimes(self.client)
         self.gradients, _ = flat_views(model.parameters)
@@ -412,7 +418,7 @@ class Served(WholeModel):
     def lost(self, error: BaseException) -> None:
         """After the death of a rank, end this exchange; keep buffers that MPI may still write."""
         if self.agreement is not None:
-            keep_alive(self.agreement.__dict__)
+            keep_alive(*self.agreement.memory())
         self.abandon(error)
 
 

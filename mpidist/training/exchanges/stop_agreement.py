@@ -76,6 +76,10 @@ class Agreement:
         """Wait until ``test()`` is true; meanwhile, answer the requests of other ranks."""
         wait_until(lambda: test() or (self.progress(), False)[1])
 
+    def memory(self) -> tuple:
+        """Return the requests and the arrays that MPI may use."""
+        return self._named, self._request, self._notes
+
     def close(self) -> None:
         """Receive all remaining messages and free the communicator. Collective over the workers."""
         if self._named is None:

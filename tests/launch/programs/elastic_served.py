@@ -19,6 +19,7 @@ clocks as "every" says; "stop" is [worker, step], in whose callback the worker g
 so many steps, the worker's model rejects the first sample that it gets in each attempt.
 """
 
+import gc
 import json
 import os
 import signal
@@ -39,11 +40,13 @@ from mpidist.servers.replicas import elastic_shares
 from mpidist.servers.replicas.elastic_servers import ElasticServerGroup
 from mpidist.servers.replicas.shard_copies import ShardCopies
 from mpidist.servers.server import Hosted, Server
+from mpidist.servers.shards import ServerShard
 from mpidist.servers.votes import Votes
 from mpidist.servers.wire.bound_push_pull import BoundExchange
 from mpidist.servers.wire.client_requests import ClientRequests
 from mpidist.training.exchanges.carried import replicated_servers
 from mpidist.training.exchanges.carried.replicated_servers import ReplicatedServers
+from mpidist.training.exchanges.server_exchange import Served
 
 SAMPLES, BATCH = 120, 24
 folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -208,6 +211,12 @@ works = bool(groups) and groups[-1].is_worker
 counts = np.stack([0.0 - np.rint(x) for x in model.parameters.values()])
 gap = max((max(one.gaps, default=0) for one in clients), default=0)
 mean = f"mean {model.state['mean'][0]:g}, {summary.skipped_records} skipped"
+# What was replaced after a death, or by other shares, is freed: a server has a shard and a copy.
+del groups[:-1], clients[:-1]
+gc.collect()
+shards = [one for one in gc.get_objects() if isinstance(one, ServerShard) and one.parameters]
+assert len(shards) <= 1 + settings.get("replicas", 0), shards
+assert sum(isinstance(one, Served) for one in gc.get_objects()) <= 1
 print(
     f"rank {me}: {summary.ranks} ranks, {summary.workers} workers, {summary.deaths} dead, "
     f"{summary.steps} steps, {'used' if works else 'server'} {counts.min():.0f} to "

@@ -118,7 +118,15 @@ class CarriedServers(Carried):
             workers = [k for k, rank in enumerate(ranks) if self._works(rank)]
             self._shares, self._share = kept.shares, (len(workers), workers.index(comm.rank))
         self._exchange = strategy.open(comm, asked.model, asked.optimizer, kept=kept, **settings)
+        self._handed_over()
         return self._exchange
+
+    def _handed_over(self) -> None:
+        """Forget the shards that the exchange has now: after a change of shares, they are freed.
+
+        If a death comes from now on, `note_state` finds them in the exchange.
+        """
+        self._served, self._kept = None, self._kept.without_memory()
 
     def continue_run(self, run) -> bool:
         """Let `run` continue from the state that this rank has kept; return whether it has one.
@@ -176,6 +184,7 @@ class CarriedServers(Carried):
         self._times = run.began, run.loop_began
         self._run, self._guard = run, guard
         self._began, self._lost, self._newcomer, self._goes_back = True, [], False, False
+        self._pending = None  # from now on, the exchange knows it
         if not run.exchange.dedicated:
             if self.group.settings.on_exception == "evict":
                 servers = sum(not self._works(rank) for rank in self._ranks())

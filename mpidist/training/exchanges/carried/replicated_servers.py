@@ -46,6 +46,10 @@ class ReplicatedServers(CarriedServers):
         super().restore(run, resume, retry_bad, handed)
         run.exchange.fill_copies()
 
+    def _handed_over(self) -> None:
+        super()._handed_over()
+        self._held = None
+
     # -- after a death -------------------------------------------------------------------
 
     def note_state(self) -> int:
@@ -140,6 +144,7 @@ class ReplicatedServers(CarriedServers):
         self._prepared = NextPartition(self._generation + 1, held, now, pending)
         run_on_all(comm, "md.train: all partitions are there", lambda: None)
         self._commit(self._prepared)
+        self._prepared = None
         self._tell(comm, [*before], giving)
 
     def _torn(self, everyone: list[dict], giving: dict[int, Holder]) -> list[tuple[int, int, int]]:
