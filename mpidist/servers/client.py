@@ -335,7 +335,8 @@ class Client:
         Raises
         ------
         ConfigError
-            The optimizer is not elementwise, or cannot be sent to the servers.
+            The optimizer is not elementwise (as one of `optim.clipped`), or cannot be sent to the
+            servers.
         """
         self._open()
         with GroupCall(self._link, f"set_optimizer of {self.name!r}"):

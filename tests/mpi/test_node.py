@@ -1,5 +1,6 @@
 """Arenas, allreduce inside a node, lanes between nodes, on faked nodes of one host (R79, R101)."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -42,6 +43,23 @@ def test_an_arena_is_named_views_of_one_vector(comm):
     with pytest.raises(ClosedError, match="closed"):
         arena["w"]
     arena.close()
+
+
+@pytest.mark.ranks(2)
+def test_memory_keeps_no_file_open(comm):
+    """A process may have few files open, and a program many plans and models."""
+    first = md.Arena(comm, SPEC)
+    files = len([*Path("/proc/self/fd").iterdir()])
+    arenas = [md.Arena(comm, SPEC) for _ in range(4)]
+    assert len([*Path("/proc/self/fd").iterdir()]) == files
+    maps = Path("/proc/self/maps").read_text()
+    for arena in arenas:
+        arena.close()
+    del arenas, arena
+    gc.collect()
+    # Each of them was one mapping of /dev/shm.
+    assert Path("/proc/self/maps").read_text().count("/dev/shm/") == maps.count("/dev/shm/") - 4
+    first.close()
 
 
 @pytest.mark.ranks(2, 5)

@@ -33,6 +33,7 @@ from ..agreement.mismatch import Signature
 from ..agreement.run_on_all import run_on_all, same_on_all
 from ..context import of
 from ..topology import topology_of, whole_nodes
+from .mapped_file import mapped_file
 
 _FOLDER = Path("/dev/shm")
 _HEAD = mmap.PAGESIZE
@@ -80,7 +81,7 @@ class Segment:
                     # each rank allocates its own part.
                     start, stop = starts[comm.rank], stops[comm.rank]
                     os.posix_fallocate(file, start, stop - start)
-                    memory = np.frombuffer(mmap.mmap(file, total), np.uint8)
+                    memory = mapped_file(file, total)
             except OSError as error:
                 problem = f"{total} bytes in {_FOLDER}: {error.strerror}"
         problem = first_problem(comm, problem, wait)
