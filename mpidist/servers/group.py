@@ -436,7 +436,7 @@ class ServerGroup(OnlineShares):
         for client in self._clients:
             client.closed = True
         self.link.abandon(failure)
-        self.link.let_go()
+        self._changes.end()
 
     def _workers(self, call: str) -> MPI.Comm:
         self._open()

@@ -18,20 +18,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from .. import events
-from ..errors import (
-    ClosedError,
-    MismatchError,
-    MpidistError,
-    ProtocolError,
-    RankFailure,
-    described,
-)
+from ..errors import ClosedError, MismatchError, MpidistError, ProtocolError, described
 from ..partition import pieces
 from ..runtime import polling, ulfm
 from ..runtime.agreement.run_on_all import run_on_all
@@ -154,8 +148,7 @@ class Link:
         self.models: list = []
         self.doors: Any = None  # the first model's memory that is shared with ranks of this host
         self._pinned: list = []  # requests and buffers that MPI may use after a wait has failed
-        # In an elastic run: the text and the ranks of the RankFailure that has ended a call.
-        self.death: tuple[str, tuple[int, ...]] | None = None
+        self.death: Any = None  # in an elastic run, a copy of the RankFailure that has ended a call
 
     # -- one call at a time ------------------------------------------------------------------
 
@@ -188,19 +181,12 @@ class Link:
         After a death in an elastic program, no notice is sent, because all ranks notice the death.
         """
         if ulfm.current is not None and is_death(error):
-            failure = rank_failure(error)
-            # Not the error itself, whose traceback refers to all memory of the run.
-            self.death = str(failure), failure.ranks
+            self.death = copy(rank_failure(error))  # without the traceback, which keeps the model
             keep_alive(self._sending, self.receiving, self._pinned)
             return
         self.context.leftovers = True
         _abandoned.add(self)
         self.notify(error)
-
-    def let_go(self) -> None:
-        """Forget the server and the models of a group that has ended. This link may be kept."""
-        self.background, self.models, self.trail.about = nothing, [], None
-        self.pool = MessagePool(keep=0)
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -382,11 +368,8 @@ class Link:
         raise self._ended(self.failed)
 
     def _ended(self, text: str) -> MpidistError:
-        error: MpidistError = ProtocolError(text)
-        if self.death is not None and not self.context.closed:  # after the repair, nobody has died
-            error = RankFailure(*self.death)
-        elif self.context.failed:
-            error = MismatchError(text)
+        died = None if self.context.closed else copy(self.death)  # after the repair, nobody is dead
+        error = died or (MismatchError if self.context.failed else ProtocolError)(text)
         error.secondary = self.heard  # the failed rank itself prints its traceback
         self._mark(error)
         return error

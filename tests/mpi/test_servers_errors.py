@@ -62,7 +62,7 @@ def test_bad_models(comm):
         ({"x": ((-3,), "f4")}, {}, "negative length"),
         ({"x": np.zeros(3)}, {"consistency": "bsp"}, "give BSP, SSP, DSSP, ASP or BackupWorkers"),
         ({"x": np.zeros(3)}, {"global_batch": 0}, "give an integer >= 1"),
-        ({"x": np.zeros(3)}, {"optimizer": whole}, "servers hold pieces"),
+        ({"x": np.zeros(3)}, {"optimizer": whole}, "needs whole tensors"),
         (
             {"x": np.zeros(3)},
             {"optimizer": md.optim.clipped(SGD, 1.0), "clip_norm": 2.0},

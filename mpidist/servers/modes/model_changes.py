@@ -8,6 +8,7 @@ from typing import Any
 
 from ...errors import ProtocolError
 from ..link import GroupCall, Link, nothing
+from ..protocol import MessagePool
 
 
 class ModelChanges:
@@ -46,6 +47,12 @@ class ModelChanges:
     def resumed(self) -> None:
         """Record that the servers serve again, so models may change only in another pause."""
         self._quiet = -1
+
+    def end(self) -> None:
+        """Free the memory of the models of a group that has failed, whose link may be kept."""
+        link = self._link
+        link.background, link.models, link.trail.about = nothing, [], None
+        link.pool, self.server = MessagePool(keep=0), None
 
     @contextmanager
     def changing(self, doing: str, clients: Sequence[Any]) -> Iterator[None]:
