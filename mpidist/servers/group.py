@@ -238,8 +238,8 @@ class ServerGroup(OnlineShares):
                 client.forget()
 
     def hosted(self, name: str) -> tuple[Server, Hosted] | None:
-        """Return this rank's `Server` and its part of a model; None if the rank is no server."""
-        return None if self._server is None else (self._server, self._hosted(name))
+        """Return this `Server` and its part of a model, also after the end; None if no server."""
+        return None if self._server is None else (self._server, self._part(self._server, name))
 
     # -- serving, pausing ------------------------------------------------------------------
 
@@ -346,9 +346,12 @@ class ServerGroup(OnlineShares):
             raise ProtocolError(
                 f"rank {self.comm.rank} holds no shards; servers are ranks {self.server_ranks}"
             )
+        return self._part(self._server, name)
+
+    def _part(self, server: Server, name: str) -> Hosted:
         if name not in self._layouts:
             raise ConfigError(f"no model {name!r} here{nearest(name, self._layouts)}")
-        return next(model for model in self._server.models if model.name == name)
+        return next(model for model in server.models if model.name == name)
 
     # -- facts ------------------------------------------------------------------------
 

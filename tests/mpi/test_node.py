@@ -49,6 +49,7 @@ def test_an_arena_is_named_views_of_one_vector(comm):
 def test_memory_keeps_no_file_open(comm):
     """A process may have few files open, and a program many plans and models."""
     first = md.Arena(comm, SPEC)
+    gc.collect()
     files = len([*Path("/proc/self/fd").iterdir()])
     arenas = [md.Arena(comm, SPEC) for _ in range(4)]
     assert len([*Path("/proc/self/fd").iterdir()]) == files
