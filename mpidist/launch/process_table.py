@@ -46,8 +46,8 @@ def group_is_running(group: int) -> bool:
 def state_and_birth(pid: int) -> tuple[str, int]:
     """Return the state letter of a process and its birth time; ("X", 0) if it is gone.
 
-    The birth time is in clock ticks since the host was started. The call takes only some
-    microseconds.
+    The birth time is in clock ticks since the host was started. The call makes only three system
+    calls, because it is made often.
     """
     try:
         file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)

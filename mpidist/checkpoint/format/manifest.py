@@ -188,9 +188,9 @@ def encode(
     """Return the bytes of MANIFEST.json, which depend only on the arguments.
 
     `block` is the number of bytes for which a file has a checksum, and `writers` the number of
-    ranks that have written. `tables` are the entries of the shards' tables, and `tensors` is the
-    result of `encode_tensors`. `extras` are the (path, value) pairs of the values that are not
-    arrays. `software` has names and versions of software.
+    ranks that save together, including ranks that write no file. `tables` are the entries of the
+    shards' tables, and `tensors` is the result of `encode_tensors`. `extras` are the (path, value)
+    pairs of the values that are not arrays. `software` has names and versions of software.
     """
     body = {"format": FORMAT, "version": VERSION, "step": step, "block": block, "writers": writers}
     body["tables"] = [table._asdict() for table in tables]
