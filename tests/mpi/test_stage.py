@@ -277,6 +277,15 @@ def test_arrays_may_be_visited_again(comm):
 
 
 @pytest.mark.ranks(2)
+def test_what_is_no_array_ends_a_visit_on_all_ranks(comm):
+    stage = md.Stage(comm, network("mlp"), plan_stages(8, cuts=[3], ranks=2, microbatches=4))
+    wrong = {"wrong": "text"} if comm.rank == 1 else {}
+    with pytest.raises((AttributeError, MismatchError), match="'str' object has no"):
+        stage.visit({**stage.parameters, **wrong}, lambda name, array: None)
+    stage.close()
+
+
+@pytest.mark.ranks(2)
 def test_parameters_that_do_not_fit_the_layers_are_refused_on_all_ranks(comm):
     """One stage has them, and both ranks can go on."""
     grid = plan_stages(8, cuts=[3], ranks=2, microbatches=4)

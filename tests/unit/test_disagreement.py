@@ -70,6 +70,8 @@ TESTS = {
     "Stage": "test_stage.py::test_wrong_arguments_are_an_error_on_all_ranks",
     "Stage.step": "test_stage.py::test_ranks_that_pass_batches_of_different_sizes_get_an_error",
     "Stage.predict": "test_stage.py::test_ranks_that_pass_batches_of_different_sizes_get_an_error",
+    "Stage.forward": "test_stage.py::test_ranks_that_pass_batches_of_different_sizes_get_an_error",
+    "Stage.visit": "test_stage.py::test_what_is_no_array_ends_a_visit_on_all_ranks",
     **{
         f"models.{name}": f"{METHODS}::test_a_batch_of_another_shape_in_batch_normalisation"
         for name in ("sync_moments", "sync_batch_norm", "sync_batch_norm_backward")
