@@ -157,8 +157,7 @@ class ServerGroup(OnlineShares):
             Used instead of an optimizer. "add": servers add pushed values to the present values.
             "assign": pushed values replace the present values; if several pushes of a clock under
             BSP, or several rows of a push, assign the same row, the last one in the order of the
-            workers counts. A push with ``samples=0`` has no effect; other values of `samples`
-            change nothing.
+            workers counts. A push with ``samples=0`` has no effect; other numbers change nothing.
         consistency : BSP, SSP, DSSP, ASP or BackupWorkers
             BSP by default.
         seed : int
@@ -224,8 +223,7 @@ class ServerGroup(OnlineShares):
     def remove(self, name: str) -> None:
         """Remove a model, and free its arrays on the servers. Collective over the group's `comm`.
 
-        Call it before the first client is used, or in a `pause`. The model's client fails from then
-        on.
+        Call it before the first client is used, or in a `pause`. Then the model's client fails.
         """
         self._open()
         with self._changes.changing(f"remove {shown(name)}", self._clients):
