@@ -402,8 +402,8 @@ class Line:
 
         If the history is new, create its mark, the file that says where it begins.
 
-        Raises CheckpointError if the folder holds good steps that the store does not ignore, but
-        the save does not continue any of these steps.
+        Raises CheckpointError if the folder holds good steps, but this store object has neither
+        restored nor saved one of them. With ``fresh=True``, steps of earlier runs do not count.
         """
         listed, fresh = Histories(root), self.is_fresh()
         line = [] if fresh else listed.line()

@@ -45,7 +45,7 @@ class Position(NamedTuple):
 
     @classmethod
     def from_dict(cls, saved: Mapping) -> Position:
-        """Return the position in a dict that `as_dict` made; its values may also be 0-d arrays."""
+        """Return the Position that a dict made by `as_dict` describes; values may be 0-d arrays."""
         return cls(int(saved["epoch"]), int(saved["offset"]))
 
 

@@ -235,8 +235,8 @@ class ServerShard:
             and added in this order. A tensor that a push does not list has gradient zero in this
             push.
         weight : float
-            The weight of the update: a factor of the learning rate if the optimizer takes a weight,
-            otherwise a factor of the gradients.
+            The weight of the update: the learning rate is multiplied by it if the optimizer takes a
+            weight; otherwise the gradients are multiplied by it.
         """
         pushes, weight = self.weighed(pushes, weight)
         pushes = [push for push in pushes if push[0]]

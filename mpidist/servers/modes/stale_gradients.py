@@ -314,8 +314,8 @@ def update_corrected(
     """Update a server's part of a model as `MomentumCorrected` says.
 
     The `factors` are those of `MomentumCorrected.corrected`: the first is for the update, and the
-    second for what the gradients add to the velocity. `weight` is the weight of the update, a
-    factor of the learning rate.
+    second for what the gradients add to the velocity. The learning rate of this update is
+    multiplied by `weight`.
     """
     factor, kept = factors
     rows = {key: g if isinstance(g, tuple) else (None, g) for key, g in gradients.items()}

@@ -109,8 +109,8 @@ class CachedTable:
     ):
         """Apply this worker's own push to those rows of `keys` that the cache has, or drop them.
 
-        `gradient` has the gradient of each of `keys`, and `weight` is the weight of the update, a
-        factor of the learning rate. The rows are dropped if `update` is None, because the worker
+        `gradient` has the gradient of each of `keys`. The learning rate of this update is
+        multiplied by `weight`. The rows are dropped if `update` is None, because the worker
         then cannot compute the update itself.
         """
         places = self.rows.find(keys)

@@ -211,7 +211,7 @@ class StreamedUpdate:
     pushes : sequence of (share, PushStream or parts)
         The pushes in the order of the workers, each with its share (its weight in the mean).
     weight : float
-        The weight of the update, which is a factor of the learning rate.
+        The weight of the update: the learning rate is multiplied by it.
 
     Attributes
     ----------
