@@ -348,7 +348,7 @@ class Context:
         self.plans.pop(key).close()
 
     def end(self, text: str) -> list:
-        """End this context without messages, because a rank has died; return a list of its buffers."""
+        """End this context without messages, for a rank has died; return a list of its buffers."""
         self.ended = text
         open_contexts.remove(self)
         self.give_up(self.failed or text)
