@@ -257,7 +257,7 @@ def test_momentum_needs_a_velocity():
         with pytest.raises(ConfigError, match="needs the optimizer momentum, got"):
             check_momentum("m", policy, optimizer)
         check_momentum("m", md.KeepStale(), optimizer)
-    with pytest.raises(ConfigError, match="needs servers without copies"):
+    with pytest.raises(ConfigError, match="needs servers with neither copies"):
         check_momentum("m", policy, md.optim.momentum(0.1), elsewhere=True)
     with pytest.raises(ConfigError, match="catch_up is 1, expected true or false"):
         md.MomentumCorrected(1)
