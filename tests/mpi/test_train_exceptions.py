@@ -175,6 +175,24 @@ def test_an_exception_that_one_rank_catches(comm, strategy):
     assert "contextlib.py" not in str(caught.value)  # which calls the ends of our blocks
 
 
+@pytest.mark.ranks(3)
+def test_a_wrong_name_that_is_ready_on_one_rank(comm):
+    """`ready` sends the error; the end of the run must not send it again, as another one."""
+    own, model = comm.Dup(), mlp(5, 2)
+    usual = model.loss_and_gradients
+
+    def fails(batch, gradients, ready=None):
+        loss = usual(batch, gradients, ready)
+        if comm.rank == ODD and ready is not None:
+            ready("no such name")
+        return loss
+
+    model.loss_and_gradients = fails
+    with pytest.raises(MpidistError, match="no such name"):
+        fit(own, model=model)
+    comm.Barrier()
+
+
 @pytest.mark.ranks(2)
 def test_an_exception_that_all_ranks_catch(comm):
     """The communicator stays usable."""

@@ -129,10 +129,9 @@ class RunLock:
         with suppress(OSError):
             found = files.read_small(NAME, root, _SIZE)
         if found != _held[self._key].text:
-            holder = _holder(found) or "somebody"
-            raise CheckpointError(
-                f"{self.path} was taken over by {holder}; this job does not save there any more"
-            )
+            holder = _holder(found)
+            what = f"was taken over by {holder}" if holder else "was removed, or taken over"
+            raise CheckpointError(f"{self.path} {what}; this job does not save there any more")
 
     def release(self) -> None:
         """Release the lock, if this object still holds it."""

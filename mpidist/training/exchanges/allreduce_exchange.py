@@ -222,7 +222,7 @@ class Replicas(WholeModel):
         if context.handles:  # other ranks wait for a bucket of gradients
             context.break_off(error, min(handle.sequence for handle in context.handles))
         else:
-            context.raised(error)
+            context.escaped(error)  # unless `Gradients.ready` has sent it
 
     def lost(self, error: BaseException) -> None:
         """Do nothing after the death of a rank: all buffers belong to the communicator."""
