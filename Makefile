@@ -49,15 +49,20 @@ help:
 	@echo "make size         lines of code of each room, and docs/rooms.svg"
 	@echo "make lint soak soak-threads soak-recovery soak-elastic soak-links soak-histories soak-readers docs clean"
 
+# "compat" adds this folder to the end of the path. With other modes, a program in the folder above a
+# clone would import the clone itself, an empty package without mpidist's names.
+EDITABLE = $(BIN)/python -m pip install -q --disable-pip-version-check \
+	--config-settings editable_mode=compat -e
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.run: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[$(MPI),examples]"
+	$(EDITABLE) ".[$(MPI),examples]"
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[$(MPI),examples,test]"
+	$(EDITABLE) ".[$(MPI),examples,test]"
 	@touch $@ $(VENV)/.run
 
 run: $(VENV)/.run
@@ -245,7 +250,7 @@ soak-links: $(VENV)/.test
 	PYTHONPATH=tests $(BIN)/python tests/soak/links_away.py $(SOAK_ARGS)
 
 $(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[$(MPI),docs]"
+	$(EDITABLE) ".[$(MPI),docs]"
 	@touch $@
 
 docs: $(VENV)/.docs
