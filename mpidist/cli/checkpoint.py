@@ -12,7 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from ..errors import MpidistError
+from ..errors import MpidistError, NoCheckpoint
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
@@ -53,6 +53,9 @@ def run(args: argparse.Namespace) -> int:
         return _ACTIONS[args.action](args)
     except (MpidistError, OSError) as error:
         text = " ".join(str(error).split())
+        inner = Path(args.path, "checkpoints")  # the store in the results of `mpidist train`
+        if isinstance(error, NoCheckpoint) and any(inner.glob("step-*")):
+            text += f"; did you mean {inner}?"
         print(f"mpidist: error: checkpoint {args.action}: {text}", file=sys.stderr)
         return error.exit_code if isinstance(error, MpidistError) else 2
 

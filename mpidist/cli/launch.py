@@ -63,11 +63,14 @@ def run(args: argparse.Namespace) -> int:
     from ..supervisor.liveness import Limits
     from ..supervisor.policy import Policy
 
-    if args.n < 1 or min(args.max_restarts, args.max_preemptions or 0) < 0:
-        raise ConfigError(
-            f"mpidist launch: -n {args.n}, --max-restarts {args.max_restarts}, --max-preemptions "
-            f"{args.max_preemptions}; expected at least one rank and no negative number"
-        )
+    if args.n < 1:
+        raise ConfigError(f"mpidist launch: -n {args.n}; expected at least one rank")
+    for name in ("max_restarts", "max_preemptions"):
+        if (getattr(args, name) or 0) < 0:
+            raise ConfigError(
+                f"mpidist launch: --{name.replace('_', '-')} {getattr(args, name)}; expected a "
+                "whole number, at least 0"
+            )
     if args.min_ranks is not None and not 1 <= args.min_ranks <= args.n:
         raise ConfigError(f"--min-ranks {args.min_ranks}; expected 1 to {args.n}, the ranks")
     for name in ("heartbeat", "launcher_timeout", "start_timeout", "stall_timeout", "grace"):

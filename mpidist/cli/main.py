@@ -78,11 +78,32 @@ def _run(argv: list[str]) -> int:
             module.add_parser(commands)
         else:
             commands.add_parser(name, help=text)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise ConfigError(_unknown(parser, argv, unknown))
     if module is None:
         parser.print_help()
         return 2
     return module.run(args)
+
+
+def _unknown(parser: argparse.ArgumentParser, argv: list[str], unknown: list[str]) -> str:
+    """Return the text of an error: the arguments `unknown`, which no parser of `argv` has taken.
+
+    After an unknown option, words that belong to the option take the places of other words. So if
+    there is an unknown option, the text has only the unknown options.
+    """
+    for word in argv:  # to the parser of the command, as `mpidist bench allreduce`
+        for action in parser._actions:
+            if isinstance(action.choices, dict) and word in action.choices:
+                parser = action.choices[word]
+    options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+    known = [word.strip("-") for each in parser._actions for word in each.option_strings]
+    hint = nearest(options[0].strip("-"), known).replace("'", "'--", 1) if options else ""
+    return (
+        f"unrecognized arguments: {' '.join(options or unknown)}{hint}"
+        f"{'' if hint else ';'} see {parser.prog} --help"
+    )
 
 
 def _report(error: MpidistError) -> int:

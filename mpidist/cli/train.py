@@ -21,7 +21,7 @@ from typing import Any
 from .. import events
 from ..errors import ConfigError, MpidistError, StorageError, described
 from ..launch import binding, claims, heartbeat, start_checks, start_report
-from ..launch.environment import has_ulfm, memory_folder
+from ..launch.environment import attempt_folder, has_ulfm, memory_folder
 from ..launch.fault_points import fault_point
 from ..supervisor import commands
 from ..training import start_records
@@ -119,7 +119,9 @@ def beginning(environ: Mapping[str, str]) -> bool | str:
 
 
 def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
+    from ..checkpoint import early_lock
     from ..checkpoint.memory_copies import open_with_copies
+    from ..checkpoint.storage.lock import RunLock
     from ..checkpoint.store import CheckpointStore
     from ..checkpoint.tiered import TieredStore
     from ..fault_tolerance import hand_over
@@ -139,6 +141,17 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
                 f"cannot make the folder {job.folder}: {error.strerror}; choose another one with "
                 "--set out=DIR"
             ) from None
+    elastic = elastic_of(job)
+    own = None
+    if attempt_folder() is None and not elastic:
+        own = RunLock(str(store_path))
+    # A later attempt of `mpidist launch` has the folder of the attempt before it.
+    if heartbeat.attempt() == 0:
+        why = early_lock.why_refused(comm, str(store_path), own)
+        if why:
+            raise ConfigError(
+                f"{why}; wait for that job or stop it, or choose another folder with --set out=DIR"
+            )
     with Topology(comm) as topology:
         nbytes = _model_bytes(parts)
         facts = (f"data {job.data['name']}", f"model {job.model['name']} {nbytes / 1e6:.2f} MB")
@@ -147,7 +160,6 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
             _to_device(parts.model, topology.local_rank)
         host = topology.hosts[topology.node]
         per_host = Counter(topology.hosts[node] for node in topology.node_of)
-    elastic = elastic_of(job)
     if fresh is True and elastic:  # the store is opened again after each death
         fresh = comm.bcast(uuid.uuid4().hex)
 
@@ -173,6 +185,8 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
         make = partial(open_with_copies, folder=memory)
     with ExitStack() as stack:
         stack.callback(events.close_log)
+        if own is not None:
+            stack.callback(own.release)
         if job.watch_seconds and not elastic:
             stack.enter_context(watch(comm, seconds=job.watch_seconds, dumps=job.folder / "hang"))
         reporter = stack.enter_context(closing(Reporter(job, comm.rank == 0)))
@@ -194,6 +208,8 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
                 say_last(f"mpidist: go on with: {_again(args, comm.size, crowded)}")
             raise
     if reporter.speaks:
+        # A run that `stop_after` has ended would do nothing more if it were started with it again.
+        args.settings = [each for each in args.settings if summary.finished or not _stops(each)]
         _report(job, summary, _again(args, comm.size, crowded))
 
 
@@ -243,6 +259,11 @@ def _again(args, ranks: int, crowded: bool) -> str:
         words[1:1] = commands.SURVIVE
     words += [commands.callable_as("mpidist"), "train", args.job]
     return shlex.join(words + [word for each in args.settings for word in ("--set", each)])
+
+
+def _stops(setting: str) -> bool:
+    """Return whether the argument `setting` of ``--set`` sets `stop_after`."""
+    return setting.partition("=")[0].strip() == "stop_after"
 
 
 def _report(job, summary, again: str) -> None:
@@ -375,9 +396,10 @@ class Reporter:
 
 def _last_step(path: Path) -> int:
     """Return the step of the last whole line of metrics.jsonl, or -1."""
-    for line in reversed(path.read_text(encoding="utf-8").splitlines()):
-        with suppress(ValueError, KeyError, TypeError):
-            return json.loads(line)["step"]
+    with suppress(OSError, UnicodeError):
+        for line in reversed(path.read_text(encoding="utf-8").splitlines()):
+            with suppress(ValueError, KeyError, TypeError):
+                return json.loads(line)["step"]
     return -1
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 
 from .. import events
+from ..errors import ConfigError
 from .settings import PRESENCE, shortened
 
 #: Settings that belong to one start of a run, and may differ between its starts.
@@ -68,14 +69,47 @@ def _whole(words: Mapping[str, str], name: str) -> str:
     return shortened(value)
 
 
-def tell_resume(run, end: int) -> None:
-    """Print on rank 0 that `run` was resumed, and how many steps remain until step `end`."""
+def checkpoints_there(resume: bool | str, path: str, last: int) -> ConfigError:
+    """Return the error of a run that must begin anew, but finds checkpoints up to step `last`."""
+    given = "resume='fresh' (--fresh)" if resume else "resume=False (--no-resume)"
+    cure = "resume='fresh' (--fresh) ignores them, or choose another folder"
+    if resume:
+        cure = "open the store with fresh=True"
+    return ConfigError(f"{given}, but {path} has checkpoints up to step {last}; {cure}")
+
+
+def save_failure(error: Exception, step: int | None, store) -> str:
+    """Return the text of `error`, with the step and the folder of the save that has failed."""
+    if f"step {step} to " in str(error):
+        return str(error)
+    return f"save of step {step} to {getattr(store, 'path', 'the store')}: {error}"
+
+
+def not_saved(failure: str, newest: int | None, goes_on: bool = True) -> str:
+    """Return the text about a failed save, and what to do.
+
+    `failure` is the text of `save_failure`, and `newest` the newest saved step, or None if it is
+    not known. `goes_on` says whether the run continues.
+    """
+    what = "not saved, the run goes on" if goes_on else "the state could not be saved"
+    step = "the newest good step, if any" if newest is None else f"step {newest}"
+    return f"{what}: {failure}; free space or mend the folder; the same command resumes from {step}"
+
+
+def tell_resume(run, end: int, last: int) -> None:
+    """Print on rank 0 that `run` was resumed, and how many steps remain until step `end`.
+
+    If `end` is less than `last`, the last step of the run, `stop_after` ends the run at `end`.
+    """
     if run.saved_step is None or run.comm.rank or not events.VERBOSITY:
         return
     ranks = "1 rank" if run.ranks_before == 1 else f"{run.ranks_before} ranks"
     where = f"step {run.step} (saved by {ranks})"
     first = f"resumed from {where}, {end - run.step} to go"
     if run.step >= end:
-        first = f"nothing to do: the run is at {where} and ends at {end}; give more steps or epochs"
+        why, cure = f"ends at {end}", "give more steps or epochs"
+        if end < last:
+            why, cure = f"stop_after={end} ends it there", "leave stop_after out, or raise it"
+        first = f"nothing to do: the run is at {where} and {why}; {cure}"
     lines = [first, *run.changed]
     print("".join(f"mpidist: {line}\n" for line in lines), end="", file=sys.stderr, flush=True)

@@ -30,7 +30,7 @@ from .quarantine import Quarantine
 #: Attributes of `Progress` with which a run continues after the death of a rank.
 _CARRIED = (
     "first_step", "samples", "failed_saves", "failure", "changed", "stopping", "bad", "_losses",
-    "_losses_of", "owes_save", "_has_copy",
+    "_losses_of", "owes_save", "_has_copy", "_newest",
 )  # fmt: skip
 
 
@@ -63,11 +63,12 @@ class Progress:
         self.first_step = 0
         self.settings, self.changed = resume_report.kept(words), list[str]()
         self.saved_step: int | None = None
+        self._newest: int | None = None  # the newest step that is known to be on stable storage
         #: Whether the run continues from a copy in memory, so it should save to its store soon.
         self.owes_save = self._has_copy = False
         self.failed_saves, self.failure = 0, ""
         self.samples = 0
-        self.stopping = self.bad = False
+        self.stopping = self.bad = self._ending = False
         self.in_time = True  # whether there is enough time for a last checkpoint
         self.began = self.loop_began = time.perf_counter()
         self.loop_seconds = 0.0
@@ -136,6 +137,7 @@ class Progress:
 
     def end_loop(self) -> None:
         """Stop the clock for the samples per second, after the last step."""
+        self._ending = True
         self.loop_seconds = time.perf_counter() - self.loop_began
 
     def train_loss(self) -> float:
@@ -265,25 +267,26 @@ class Progress:
         """Wait until a save in the background is on stable storage, or has failed. Collective."""
         if self.exchange.synchronous and hasattr(self.store, "wait"):
             self._saves(self.store.wait)
+            self._newest = self._newest if self.saved_step is None else self.saved_step
             if self._has_copy and self.saved_step is not None:  # the store is newer than the copy
                 self._has_copy, memory = False, memory_folder()
                 if memory is not None:
                     handed_copy.remove_copy(memory, self.store.path)
 
-    def _saves(self, work: Callable[[], None]) -> None:
+    def _saves(self, work: Callable[[], None], quiet: bool = False) -> None:
         """Call `work`, which uses the store; print a StorageError and continue. Collective.
 
         The checkpoint store raises a StorageError on all ranks. After such an error, the run
-        continues, and saves its state again at the next checkpoint.
+        continues, and saves again at the next checkpoint. With `quiet`, nothing is printed.
         """
         try:
             work()
         except StorageError as error:
-            self.saved_step = None
-            self.failed_saves, self.failure = self.failed_saves + 1, str(error)
+            self.failure = resume_report.save_failure(error, self.saved_step, self.store)
+            self.saved_step, self.failed_saves = None, self.failed_saves + 1
             events.emit("checkpoint_failed", reason=self.failure, times=self.failed_saves)
-            if self.comm.rank == 0:
-                _print(f"not saved, the run goes on: {error}")
+            if self.comm.rank == 0 and not quiet:
+                _print(resume_report.not_saved(self.failure, self._newest))
 
     def agree_on_bad_records(self) -> None:
         """Exchange the bad records of workers at different steps. Collective over the workers."""
@@ -312,11 +315,12 @@ class Progress:
         if background and hasattr(self.store, "save_async"):
             self._saves(lambda: self.store.save_async(step, self.state()))
         else:
-            self._saves(lambda: self.store.save(step, self.state()))
+            self._saves(lambda: self.store.save(step, self.state()), self._ending)
             if self.saved_step == step and hasattr(self.store, "wait"):
-                self._saves(self.store.wait)  # `save` of a TieredStore returns early
+                self._saves(self.store.wait, self._ending)  # `save` of a TieredStore returns early
         fault_point("saved", step)
         if self.saved_step == step:
+            self._newest = self._newest if background else step
             events.emit("checkpoint", step=step)
 
     def average_model_state(self) -> None:
@@ -345,13 +349,8 @@ class Progress:
         if self.store is None:
             return
         if resume in (False, "fresh"):
-            there = self.store.all_steps()
-            if there:
-                cure = "resume='fresh' (--fresh) ignores them, or choose another folder"
-                raise ConfigError(
-                    f"resume={resume!r}, but {self.store.path} has checkpoints up to step "
-                    f"{there[-1]}; {'open the store with fresh=True' if resume else cure}"
-                )
+            if there := self.store.all_steps():
+                raise resume_report.checkpoints_there(resume, self.store.path, there[-1])
             return
         like = self.state(saving=False)
         like.setdefault("run", {"step": 0, "epoch": 0, "offset": 0, "seed": 0, "selection": {}})
@@ -375,7 +374,7 @@ class Progress:
                 f"has seed {self.sampler.seed}: the data order would change; use the same seed"
             )
         self.first_step = int(facts["step"])
-        self.saved_step = None if self.owes_save else self.first_step
+        self.saved_step = self._newest = None if self.owes_save else self.first_step
         self.changed = resume_report.differences(dict(facts.get("settings", [])), self.settings)
         if facts["shuffle"] != self.sampler.shuffle:
             given = self.sampler.shuffle
@@ -414,7 +413,7 @@ class Progress:
         failed = self.failure and self.saved_step is None and not late
         saved = f"the state was saved as step {self.step}" if self.store else "nothing saved"
         if failed:
-            saved = f"the state could not be saved: {self.failure}"
+            saved = resume_report.not_saved(self.failure, self._newest, goes_on=False)
         elif hand_over.handed:
             saved = "the next attempt goes on with the run"
         elif self.store and self.saved_step != self.step:

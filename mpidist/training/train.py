@@ -247,7 +247,7 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                 asked.on_resize(run.ranks_before, comm.size, run)
             last = last_step(asked.epochs, asked.steps, sampler, run.step, run.position)
             end = last if asked.stop_after is None else min(last, asked.stop_after)
-            resume_report.tell_resume(run, end)
+            resume_report.tell_resume(run, end, last)
             facts = None
             watching = guard(
                 comm, run.state, store, time_limit=asked.time_limit, patience=asked.patience

@@ -85,6 +85,8 @@ def test_a_full_disk(tmp_path, undisturbed, fault):
     lines = [line for line in done.stderr.splitlines() if "not saved, the run goes on" in line]
     assert len(lines) == 1
     assert "No space left on device" in lines[0]
+    assert "save of step 20 to " in lines[0]
+    assert "the same command resumes from step 10" in lines[0]
     assert check_end(tmp_path, undisturbed)["failed_saves"] == 1
     assert saved(tmp_path) == [10, 30, 40]
     left = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
@@ -136,9 +138,11 @@ def test_a_job_that_stands_still_keeps_others_out(tmp_path, undisturbed):
     try:
         wait_until(lambda: saved(tmp_path) == [10], 150, job=first.process)
         second = train(tmp_path, 2)
-        assert second.returncode == 1
-        assert "is in use by process " in second.stderr
+        assert second.returncode == 2
+        assert second.stderr.count("is in use by process ") == 1
+        assert "--set out=DIR" in second.stderr
         assert saved(tmp_path) == [10]
+        assert len(list((tmp_path / "run" / "starts").glob("*.json"))) == 1
         end_marked(first.mark)
     finally:
         first.finish(0)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from checkpoint_solo import Solo, equal, no_more_threads, resumed, state_of
 
+from mpidist.checkpoint import early_lock
 from mpidist.checkpoint.load import load_step
 from mpidist.checkpoint.storage import files, lock, retention
 from mpidist.checkpoint.store import CheckpointStore
@@ -64,6 +65,29 @@ def test_two_jobs_in_one_folder(tmp_path):
             first.wait()
             store.save(2, state_of(2))
         assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{k:012d}" for k in (1, 2)]
+
+
+def test_a_second_job_is_refused_before_it_writes(tmp_path, monkeypatch):
+    """The command looks at the lock first, and takes it; a dead job's lock keeps nobody out."""
+    monkeypatch.setattr(early_lock, "PATIENCE_SECONDS", 0.1)
+    path, mine = str(tmp_path), lock.RunLock(str(tmp_path))
+    assert early_lock.why_refused(Solo(), path, None) == ""
+    with in_process(tmp_path, "store.save(1, state_of(1))") as first:
+        for own in (None, mine):
+            said = early_lock.why_refused(Solo(), path, own)
+            assert said.startswith(f"{path} is in use by process {first.pid} on ")
+            assert ";" not in said
+        first.kill()
+        first.wait()
+    assert (tmp_path / lock.NAME).exists()
+    assert early_lock.why_refused(Solo(), path, None) == ""
+    assert early_lock.why_refused(Solo(), path, mine) == ""
+    with CheckpointStore(Solo(), tmp_path) as store:  # the job that has the lock saves
+        store.restore()
+        store.save(2, state_of(2))
+    assert lock.holder(path).startswith("process ")
+    mine.release()
+    assert not (tmp_path / lock.NAME).exists()
 
 
 def test_a_job_that_was_taken_over_commits_nothing(tmp_path, monkeypatch):

@@ -79,6 +79,16 @@ def lock(descriptor: int) -> bool:
     return False
 
 
+def is_locked(descriptor: int) -> bool:
+    """Return whether another process holds the lock of an open file."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
+
+
 def write_at(descriptor: int, data, offset: int) -> None:
     """Write all of `data` at `offset`. Raises OSError, for example when the disk is full."""
     view = memoryview(data).cast("B")

@@ -149,6 +149,21 @@ class RunLock:
         files.close(held.descriptor)
 
 
+def holder(path: str) -> str:
+    """Return the name of the process that holds the lock of the folder `path`, or "".
+
+    The function does not take the lock.
+    """
+    with suppress(OSError), files.folder(path) as root:
+        descriptor, _ = files.open_regular(NAME, root)
+        try:
+            if files.is_locked(descriptor):
+                return _holder(files.read_small(NAME, root, _SIZE)) or "another process"
+        finally:
+            files.close(descriptor)
+    return ""
+
+
 def _holder(text: bytes) -> str:
     """Return the name of the process that holds a lock; `text` is the contents of the lock file."""
     return b" ".join(text.split()[:-1]).decode(errors="replace")
