@@ -179,6 +179,17 @@ def all_finite(x) -> bool:
         return bool(isfinite(total) or isfinite(x).all())
 
 
+def keep_freed_memory() -> None:
+    """Let this process keep up to 64 MiB of memory that it has freed, for its next arrays.
+
+    Each step of training frees the same arrays that the next step makes. glibc may give this memory
+    back to the system in between, and the page faults of the next step take a quarter of the time
+    of a small model. glibc learns from the largest array that was freed (M_MMAP_THRESHOLD in
+    mallopt(3)), so this function makes and frees 31 MiB. Settings of the user are not changed.
+    """
+    np.empty(31 << 20, np.uint8)
+
+
 def unique_numbers(x) -> np.ndarray:
     """Return the different values of a NumPy array, sorted: the result of ``np.unique(x)``.
 

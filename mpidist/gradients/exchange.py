@@ -26,7 +26,7 @@ from typing import NoReturn
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import medians, work_dtype
+from ..arrays import keep_freed_memory, medians, work_dtype
 from ..collectives.engines import arena_sum
 from ..collectives.engines.fused_pieces import bucket, can_overlap
 from ..collectives.engines.node_barrier import faked_nodes
@@ -113,6 +113,7 @@ class Gradients:
         ranks_per_node: int | None = None,
         uses: Mapping[str, int] | None = None,
     ):
+        keep_freed_memory()
         self.comm, self.context = comm, of(comm)
         asked = Settings(algorithm, bucket_bytes, overlap, progress, order, ranks_per_node, uses)
 

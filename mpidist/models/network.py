@@ -22,7 +22,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..arrays import array_module
+from ..arrays import array_module, keep_freed_memory
 from ..errors import ConfigError
 from ..registry import checked_whole
 from .layers import softmax_cross_entropy
@@ -93,6 +93,7 @@ class Network:
                 f"initial_parameters: layers {start} to {stop}, expected 0 <= start <= stop <= "
                 f"{len(self.layers)}, the number of layers"
             )
+        keep_freed_memory()  # for the arrays of the steps
         rng = np.random.default_rng(self.seed)
         parameters = {}
         for i, layer in enumerate(self.layers[:stop]):
