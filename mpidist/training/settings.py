@@ -36,6 +36,7 @@ from ..runtime.agreement.mismatch import rank_list
 from ..runtime.agreement.run_on_all import run_on_all
 from ..runtime.communicator import check_comm
 from . import checks
+from .exchanges.evaluation import check_test_data
 from .strategies import as_strategy
 
 #: Arguments that may differ between ranks; and arguments for which the ranks only compare whether
@@ -108,6 +109,12 @@ def agree_on_settings(comm, given: Mapping[str, Any]) -> TrainSettings:
             return content, records.content(found.source) == content
 
         run_on_all(comm, "md.train: data", again, _refuse_data)
+    if given["test_data"] is not None and not getattr(found.strategy, "in_parts", False):
+
+        def predict() -> None:
+            check_test_data(given["model"], given["test_data"])
+
+        run_on_all(comm, "md.train: test_data", predict)
     watch_it = given["watch_seconds"] and comm.size > 1 and not watched
     return found._replace(watch=bool(watch_it), words=words)
 

@@ -86,7 +86,10 @@ def train(
         "allreduce", "parameter_server", "pipeline", "peer_average" and "hogwild" stand for the
         strategies with their defaults.
     test_data : tuple (inputs, labels), or a source
-        Data on which the model is evaluated at the end.
+        Data on which the model is evaluated at the end, as a classifier: ``predict`` must return
+        class scores of shape (n, classes), with 2 or more classes. The labels have shape (n,), or
+        (n, classes) with 0 or 1. Before the training, ``predict`` of the first sample is tested.
+        Leave `test_data` out for other models, such as a regression.
     checkpoint : path, CheckpointStore, TieredStore, or a function
         Where the state is saved. If `checkpoint` is a function, it gets a communicator and returns
         a store, which the run closes at its end. The state is saved every `checkpoint_every` steps

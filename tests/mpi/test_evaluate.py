@@ -50,3 +50,37 @@ def test_one_true_label_of_several(comm):
     expected = sum(several[k, label] == 1 for k, label in enumerate(best)) / 101
     assert 0 < expected < 1
     assert evaluate(comm, model, (INPUTS[:101], several)) == expected
+
+
+class Line:
+    """A linear regression; `columns` is the shape of one prediction."""
+
+    def __init__(self, *columns):
+        self.parameters = {"w": np.zeros((12, *columns))}
+        self.steps = 0
+
+    def predict(self, x):
+        return x @ self.parameters["w"]
+
+    def loss_and_gradients(self, batch, gradients, ready=None):
+        self.steps += 1
+        gradients["w"][...] = 0
+        return 0.0
+
+
+@pytest.mark.ranks(1, 2)
+def test_predictions_that_are_no_class_scores_are_refused_before_the_training(comm):
+    """One column would silently give an accuracy of 0, and one axis an AxisError at the end."""
+    settings = {"optimizer": md.optim.sgd(0.1), "global_batch": 16, "steps": 2}
+    data = INPUTS[:32], LABELS[:32]
+    wide = data[0], np.zeros((32, 2))
+    for model, test_data, text in (
+        (Line(), data, r"returned shape \(1,\) for n = 1; expected class scores"),
+        (Line(1), data, r"returned shape \(1, 1\) for n = 1; expected class scores"),
+        (Line(3), wide, r"the labels have shape \(1, 2\), the scores \(1, 3\)"),
+    ):
+        with pytest.raises(md.ConfigError, match=text):
+            md.train(comm, model, data, test_data=test_data, **settings)
+        assert model.steps == 0
+    assert md.train(comm, Line(), data, **settings).test_accuracy is None
+    assert md.train(comm, Line(3), data, test_data=data, **settings).test_accuracy >= 0

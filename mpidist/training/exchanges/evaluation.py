@@ -17,6 +17,7 @@ from ...checkpoint.format.state import array_of, region_of, shape_of
 from ...collectives.allreduce import allreduce
 from ...collectives.gather import gather
 from ...data import BadRecordFilter, as_source
+from ...errors import ConfigError
 from ...partition import BlockPartition
 from ...runtime.agreement.run_on_all import run_on_all
 from ...runtime.communicator import check_comm
@@ -80,8 +81,34 @@ def evaluate(comm, model, data) -> float:
     return shared_accuracy(comm, hits, used)
 
 
+def check_test_data(model, data) -> None:
+    """Raise ConfigError if the model does not give class scores for the first test sample.
+
+    A first sample that is a bad record is not checked.
+    """
+    source = as_source(data)
+    taken = BadRecordFilter(source).take(np.arange(min(1, len(source))))
+    if len(taken.kept):
+        *inputs, labels = beside(taken.batch, model)
+        count_hits(model.predict(*inputs), labels)
+
+
 def count_hits(scores, labels) -> int:
-    """Return how many samples have their largest score at their label (or one of their labels)."""
+    """Return how many samples have their largest score at their label (or one of their labels).
+
+    Raises ConfigError if `scores` are not class scores of shape (n, classes).
+    """
+    n, shape = len(labels), tuple(np.shape(scores))
+    if n and (len(shape) != 2 or shape[0] != n or shape[1] < 2):
+        raise ConfigError(
+            f"test_data: model.predict returned shape {shape} for n = {n}; expected class scores "
+            "of shape (n, classes), with 2 or more classes; leave test_data out for other models"
+        )
+    if n and labels.shape not in ((n,), shape):
+        raise ConfigError(
+            f"test_data: the labels have shape {tuple(labels.shape)}, the scores {shape}; expected "
+            f"labels of shape ({n},) or {shape}"
+        )
     best = scores.argmax(axis=1)
     true = labels[range(len(best)), best] > 0 if labels.ndim == 2 else best == labels
     return int(true.sum())
