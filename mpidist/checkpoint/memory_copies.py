@@ -33,7 +33,7 @@ COPIES = 2
 
 
 def open_with_copies(
-    comm, path, folder: Path, *, keep: int | None = 3, fresh: bool | str = False
+    comm, path, folder: Path | None, *, keep: int | None = 3, fresh: bool | str = False
 ) -> TieredStore:
     """Open the store of a run whose steps are also kept in `folder`, in memory. Collective.
 
@@ -43,7 +43,8 @@ def open_with_copies(
     path : path-like
         The shared folder of the run's store, on disk.
     folder : Path
-        A folder in the memory of the node: `launch.environment.memory_folder`.
+        A folder in the memory of the node: `launch.environment.memory_folder`, which is None if
+        `mpidist launch` has not started this job.
     keep : int or None
         How many good steps the shared folder keeps; None keeps all.
     fresh : bool or str
@@ -53,8 +54,8 @@ def open_with_copies(
     Raises
     ------
     ConfigError
-        On all ranks, if the folder belongs to another user of the node, or if other users may read
-        the folder.
+        On all ranks, if `folder` is None, if it belongs to another user of the node, or if other
+        users may read it.
     """
     run_on_all(comm, "copies in memory", lambda: make_private(folder))
     return _CopiesStore(comm, path, keep, local=folder, local_keep=COPIES - 1, fresh=fresh)
@@ -76,11 +77,17 @@ class _CopiesStore(TieredStore):
         super()._open(make)
 
 
-def make_private(folder: Path) -> None:
+def make_private(folder: Path | None) -> None:
     """Make a folder that no other user of the node can read or replace.
 
     The first rank on a node also removes copies that dead jobs have left on this node.
     """
+    if folder is None:
+        raise ConfigError(
+            "folder is None: this job was not started by mpidist launch, which makes a folder for "
+            "copies in memory; start it with mpidist launch, or pass a folder of the node"
+        )
+    folder = Path(folder)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
         remove_stale_copies(folder.parent)

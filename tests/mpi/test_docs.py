@@ -57,7 +57,7 @@ def of_checkpoints(comm):
     local = Path("local").absolute()
     copies = {
         "memory_folder())": '__import__("pathlib").Path("copies").absolute())',
-        "range(1, 1001)": "range(1, 12)",
+        "range(done + 1, 1001)": "range(done + 1, 12)",
         "train_one_step": lambda: None,
         "current_state": lambda: {"x": np.arange(3.0)},
     }
