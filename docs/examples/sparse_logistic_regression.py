@@ -65,6 +65,9 @@ def main(comm, folder):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "agaricus.txt.train").is_file():
+        text = "FOLDER: give the folder that has agaricus.txt.train and agaricus.txt.test"
+        sys.exit(text if MPI.COMM_WORLD.rank == 0 else 1)
     found = main(MPI.COMM_WORLD, sys.argv[1])
     if MPI.COMM_WORLD.rank == 0:
         print(f"test accuracy {found[0]:.4f}, {found[1]} of {FEATURES} weights are nonzero")

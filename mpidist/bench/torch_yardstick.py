@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +39,10 @@ def enter(comm) -> Any:
 
     Raises ConfigError on all ranks if one of them has no PyTorch.
     """
-    try:
-        import torch
-        import torch.distributed as distributed
-    except ImportError:
-        torch = None
+    torch: Any = None
+    with suppress(ImportError):
+        distributed = import_module("torch.distributed")
+        torch = import_module("torch")
     if not all(comm.allgather(torch is not None)):
         raise ConfigError(
             "--torch: no PyTorch here; pip install torch beside mpidist in an environment of its "

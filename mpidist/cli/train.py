@@ -281,7 +281,7 @@ def _report(job, summary, again: str) -> None:
             "same command writes it"
         ) from None
     done = "done" if summary.finished else f"stopped as planned after {summary.steps} steps"
-    said = [f"{summary.epochs} epochs"]
+    said = [f"{summary.epochs} epoch{'' if summary.epochs == 1 else 's'}"]
     if facts["train_loss"] is not None:
         said.insert(0, f"train loss {summary.train_loss:.4f}")
         said.append(f"{summary.samples_per_second:.0f} samples/s")

@@ -186,7 +186,8 @@ def slurm_cluster(
     nodes : int
         Nodes n1, n2, ...; all on this machine's cores.
     directory : path, optional
-        Where jobs start and the daemons' logs go; None is a temporary folder, removed at the end.
+        Where commands run and jobs start, so that their paths are relative to it; the daemons'
+        logs go to slurm-logs in it. None is a temporary folder, removed at the end.
     cpus : int
         Cores that each node claims to have.
     gpus : int

@@ -36,7 +36,7 @@ def test_roles():
     [
         (4, 4, "4 servers leave 0 workers; use at most 3"),
         (4, 9, "9 servers leave 0 workers; use at most 3"),
-        (1, 1, "1 servers leave 0 workers; start at least 2 ranks"),
+        (1, 1, "1 server leaves 0 workers; start at least 2 ranks"),
         (4, -1, "servers=-1; expected at least 1"),
         (4, [], "expected distinct ranks in 0..3"),
         (4, [4], "expected distinct ranks in 0..3"),

@@ -25,14 +25,15 @@ def run(comm, args) -> list[dict]:
     from ...bench.server_group.server_times import measure
 
     workers = comm.size - args.servers
+    servers = "1 server" if args.servers == 1 else f"{args.servers} servers"
     if workers < 2:
         raise ConfigError(
-            f"{comm.size} ranks with {args.servers} servers leave fewer than 2 workers; start more"
+            f"{comm.size} ranks with {servers} leave fewer than 2 workers; start more"
         )
     names = ("steps", "unit", "servers", "staleness", "seed")
     rows = measure(comm, **{name: getattr(args, name) for name in names})
     title = (
-        f"{workers} workers, {args.servers} servers, {args.steps} steps of {args.unit} s or 5 "
+        f"{workers} workers, {servers}, {args.steps} steps of {args.unit} s or 5 "
         f"times that with probability 1/4, {library()}"
     )
     columns = (

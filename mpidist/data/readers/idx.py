@@ -91,7 +91,10 @@ def _content(path: Path) -> bytes:
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise ConfigError(f"no such file: {path} (from {Path.cwd()})") from None
+        raise ConfigError(
+            f"no such file: {path} (from {Path.cwd()}); in a job file give the paths of "
+            "MNIST's files with --set data.images_path=... --set data.labels_path=..."
+        ) from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     if not raw.startswith(_GZIP):

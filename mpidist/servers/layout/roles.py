@@ -116,9 +116,12 @@ def choose_ranks(size: int, servers, placement) -> tuple[list[int], list[int]]:
     dedicated = set(chosen if alone else only_serve)
     most = size - 1 if alone else size
     if len(chosen) > most:
+        count = f"{len(chosen)} servers"
         left = "leave 0 workers" if alone else f"do not fit {size} ranks"
+        if len(chosen) == 1:  # in a job of one rank
+            count, left = "1 server", "leaves 0 workers"
         cure = f"use at most {most}" if most else "start at least 2 ranks"
-        raise ConfigError(f"{len(chosen)} servers {left}; {cure}")
+        raise ConfigError(f"{count} {left}; {cure}")
     if len(dedicated) == size:
         raise ConfigError(
             f"placement={only_serve}: all {size} ranks only serve, and no rank trains; leave out "
