@@ -189,7 +189,7 @@ def test_one_box_clusters_knows_its_names(number):
 THEIRS = {
     "mpirun": {"-n", "--map-by", ":oversubscribe", "--with-ft", "ulfm"},
     "srun": {"--mpi", "-n", "-N"}, "git": None, "pip": None, "module": None, "cd": None,
-    "sbatch": None, "export": None, "exec": set(),
+    "sbatch": None, "export": None, ".": set(), "exec": set(),
 }  # fmt: skip
 
 
