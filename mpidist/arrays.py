@@ -19,7 +19,7 @@ import math
 import platform
 import sys
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -179,15 +179,15 @@ def all_finite(x) -> bool:
         return bool(isfinite(total) or isfinite(x).all())
 
 
+@cache
 def keep_freed_memory() -> None:
     """Let this process keep up to 64 MiB of memory that it has freed, for its next arrays.
 
     Each step of training frees the same arrays that the next step makes. glibc may give this memory
-    back to the system in between, and the page faults of the next step take a quarter of the time
-    of a small model. glibc learns from the largest array that was freed (M_MMAP_THRESHOLD in
-    mallopt(3)), so this function makes and frees 31 MiB. Settings of the user are not changed.
+    back to the system, and the page faults of the next step take a quarter of the time of a small
+    model. glibc learns from the largest array that was freed (M_MMAP_THRESHOLD in mallopt(3)).
     """
-    np.empty(31 << 20, np.uint8)
+    np.empty(31 << 20, np.uint8)  # freed at once, and never touched
 
 
 def unique_numbers(x) -> np.ndarray:

@@ -116,7 +116,7 @@ def _report(error: MpidistError) -> int:
         print(f"mpidist: error: {text}", file=sys.stderr, flush=True)
     claim = claims.claimed_size(os.environ)
     if _met(error, text, claim):
-        with suppress(ImportError):  # this may be the error that was printed
+        with suppress(Exception):  # a failing import may be the error that was printed
             from ..runtime import failure
 
             if claims.rank_hint(os.environ):

@@ -121,7 +121,6 @@ def beginning(environ: Mapping[str, str]) -> bool | str:
 def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
     from ..checkpoint import early_lock
     from ..checkpoint.memory_copies import open_with_copies
-    from ..checkpoint.storage.lock import RunLock
     from ..checkpoint.store import CheckpointStore
     from ..checkpoint.tiered import TieredStore
     from ..fault_tolerance import hand_over
@@ -142,12 +141,10 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
                 "--set out=DIR"
             ) from None
     elastic = elastic_of(job)
-    own = None
-    if attempt_folder() is None and not elastic:
-        own = RunLock(str(store_path))
-    # A later attempt of `mpidist launch` has the folder of the attempt before it.
-    if heartbeat.attempt() == 0:
-        why = early_lock.why_refused(comm, str(store_path), own)
+    # An attempt of `mpidist launch` is refused not here, but at its first save, because ranks of a
+    # launcher that was killed may end a while after it.
+    if attempt_folder() is None:
+        why = early_lock.why_refused(comm, str(store_path))
         if why:
             raise ConfigError(
                 f"{why}; wait for that job or stop it, or choose another folder with --set out=DIR"
@@ -185,8 +182,6 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
         make = partial(open_with_copies, folder=memory)
     with ExitStack() as stack:
         stack.callback(events.close_log)
-        if own is not None:
-            stack.callback(own.release)
         if job.watch_seconds and not elastic:
             stack.enter_context(watch(comm, seconds=job.watch_seconds, dumps=job.folder / "hang"))
         reporter = stack.enter_context(closing(Reporter(job, comm.rank == 0)))

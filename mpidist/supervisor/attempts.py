@@ -21,6 +21,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 
 from ..launch import heartbeat
 from .growth import Growth
@@ -104,7 +105,8 @@ def run(job: LaunchedJob) -> int:
     except BaseException:  # for example an OSError: no rank may go on without `mpidist launch`
         for each in (one, one and one.growth and one.growth.new):
             if each and each.process.poll() is None:
-                each.end()
+                with suppress(Exception):  # the other one must be ended, too
+                    each.end()
         raise
     finally:
         shared.requests.close()

@@ -184,7 +184,7 @@ def import_modules(strategy, checkpoint, elastic: Elastic | None) -> None:
     """
     names = [f".exchanges.{name}" for name in getattr(strategy, "modules", ())]
     if isinstance(checkpoint, str | os.PathLike):
-        names.append("..checkpoint.store")
+        names += ["..checkpoint.store", "..checkpoint.memory_copies"]
     if elastic is not None:
         names.append("..checkpoint.memory_copies")
         if not getattr(strategy, "has_replicas", False):

@@ -179,7 +179,7 @@ def test_a_closed_arena_is_not_reduced(comm):
 
 @pytest.mark.covering
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("where", ["open", "ftruncate", "posix_fallocate", "mmap"])
+@pytest.mark.parametrize("where", ["open", "ftruncate", "posix_fallocate", "mapped_file"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_no_shared_memory_on_one_rank(comm, monkeypatch, where, rank):
     """Then all go without, and all know why."""
@@ -188,7 +188,8 @@ def test_no_shared_memory_on_one_rank(comm, monkeypatch, where, rank):
         raise OSError(28, "No space left on device")
 
     if comm.rank == rank:
-        monkeypatch.setattr(arena_module.mmap if where == "mmap" else arena_module.os, where, fail)
+        module = arena_module if where == "mapped_file" else arena_module.os
+        monkeypatch.setattr(module, where, fail)
     memory_of(of(comm))
     arena = md.Arena(comm, SPEC)
     monkeypatch.undo()

@@ -75,9 +75,9 @@ def test_predictions_that_are_no_class_scores_are_refused_before_the_training(co
     data = INPUTS[:32], LABELS[:32]
     wide = data[0], np.zeros((32, 2))
     for model, test_data, text in (
-        (Line(), data, r"returned shape \(1,\) for n = 1; expected class scores"),
-        (Line(1), data, r"returned shape \(1, 1\) for n = 1; expected class scores"),
-        (Line(3), wide, r"the labels have shape \(1, 2\), the scores \(1, 3\)"),
+        (Line(), data, r"returned shape \(2,\) for n = 2; expected class scores"),
+        (Line(1), data, r"returned shape \(2, 1\) for n = 2; expected class scores"),
+        (Line(3), wide, r"the labels have shape \(2, 2\), the scores \(2, 3\)"),
     ):
         with pytest.raises(md.ConfigError, match=text):
             md.train(comm, model, data, test_data=test_data, **settings)

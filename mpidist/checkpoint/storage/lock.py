@@ -102,6 +102,7 @@ class RunLock:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         who = f"process {os.getpid()} on {socket.gethostname()} since {now}"
         text = f"{who} {secrets.token_hex(8)}".encode().ljust(_SIZE - 1)[: _SIZE - 1] + b"\n"
+        looks = 5
         while True:
             with ExitStack() as stack:  # closes the file, unless the lock is taken
                 descriptor = files.open_or_create(NAME, root)
@@ -109,9 +110,12 @@ class RunLock:
                 free = True
                 with suppress(OSError):  # on a file system without locks, only `check` helps
                     free = files.lock(descriptor)
-                if not free:
+                if not free and looks:  # another process may be in `holder` for a moment
+                    looks -= 1
+                    time.sleep(0.01)
+                elif not free:
                     with suppress(FileNotFoundError):  # another process has just removed the file
-                        holder = _holder(files.read_small(NAME, root, _SIZE))
+                        holder = _holder(files.read_small(NAME, root, _SIZE)) or "another process"
                         raise CheckpointError(
                             f"{self.path} is in use by {holder}; wait for that job or stop it, or "
                             "save into another folder"

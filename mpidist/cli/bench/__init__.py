@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +57,24 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value <= 0:
             option = {"low": "min", "high": "max", "nbytes": "bytes"}.get(name, name)
             raise ConfigError(f"--{option} {value}: expected more than 0")
-    if args.json and not (Path(args.json).parent.is_dir() and not Path(args.json).is_dir()):
-        # A benchmark may take minutes, and its rows would be lost.
-        raise ConfigError(f"--json {args.json}: expected a file in a folder that exists")
     if args.what == "allreduce":
         allreduce.prepare(args)
     if getattr(args, "advise", False):
+        _check_file(args.json)
         rows, first = choices.print_advice(args, os.environ), True
     else:
         comm = start_ranks(os.environ)
+        from ...runtime.agreement.run_on_all import run_on_all  # after MPI has begun
+
+        run_on_all(comm, "bench: --json", partial(_check_file, None if comm.rank else args.json))
         binding.check_binding(comm, os.environ)
         rows, first = _MODULES[args.what].run(comm, args), comm.rank == 0
     if args.json and first:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def _check_file(path: str | None) -> None:
+    """Raise ConfigError if `path` is no file that can be written, and not after minutes."""
+    if path and not (Path(path).parent.is_dir() and not Path(path).is_dir()):
+        raise ConfigError(f"--json {path}: expected a file in a folder that exists")
