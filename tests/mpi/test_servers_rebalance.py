@@ -198,3 +198,17 @@ def test_a_policy_that_raises(comm):
             with pytest.raises(md.MpidistError, match=r"rank 0 of 3 .* no time at all"):
                 group.rebalance(Wrong())
             assert client.push_pull({"w": np.ones(9)})["w"].tolist() == [-1.0] * 9
+
+
+def rebalance_uncaught(comm):
+    with md.ServerGroup(comm, servers=[0]) as group:
+        if group.add("m", {"w": np.zeros(9)}, optimizer=md.optim.sgd(1.0)) is not None:
+            group.rebalance(Wrong())
+
+
+@pytest.mark.ranks(3)
+def test_a_policy_that_raises_and_that_nobody_catches(comm):
+    """Then the group ends, on the servers as well."""
+    group = comm.Dup()  # nothing else is possible on a communicator that has failed
+    with pytest.raises(md.MpidistError, match="no time at all"):
+        rebalance_uncaught(group)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ...launch import binding
+from ...launch import binding, claims
 from ..start import start_ranks
 from . import allreduce, checkpoint, choices, loader, node, overlap, ps, servers, step
 
@@ -59,8 +59,9 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{option} {value}: expected more than 0")
     if args.what == "allreduce":
         allreduce.prepare(args)
-    if getattr(args, "advise", False):
+    if claims.claimed_size(os.environ) is None:  # one process
         _check_file(args.json)
+    if getattr(args, "advise", False):
         rows, first = choices.print_advice(args, os.environ), True
     else:
         comm = start_ranks(os.environ)

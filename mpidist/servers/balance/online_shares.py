@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ...errors import MismatchError
@@ -129,12 +130,18 @@ class OnlineShares:
     def _with_servers(self, call: str, given: Any) -> Any:
         """On a worker: pause the servers, and do one of the calls in `_CALLS` with them."""
         self._workers(call)
-        with GroupCall(self.link, call), self.link.doing(call):
-            self._pause({"call": call})
-            try:
-                return _CALLS[call](self, given)
-            finally:
-                self._changes.resumed()
+        try:
+            with GroupCall(self.link, call), self.link.doing(call):
+                self._pause({"call": call})
+                try:
+                    return _CALLS[call](self, given)
+                finally:
+                    self._changes.resumed()
+        except Exception as error:
+            # The servers go on. If this error ends the group on the workers, they must be told.
+            with suppress(Exception):
+                error.known_on = None  # type: ignore[attr-defined]
+            raise
 
     def _take_part(self, tag: Mapping[str, str]) -> None:
         """On a dedicated server: do one of the calls in `_CALLS` with the workers in a pause."""
