@@ -12,7 +12,7 @@ from mpidist.launch.launchers import launch
 #: The launch of a short program waits for its launcher half of the time.
 AT_ONCE = 3
 #: Tests that take 10 s and more begin first, so that none goes on alone when the others have ended.
-LONG = ("comparison", "held_up", "checkpoint_restart", "launch_requests", "readme_restarts")
+LONG = ("comparison", "checkpoint_restart", "launch_requests", "readme_restarts")
 
 
 @pytest.hookimpl(trylast=True)
