@@ -55,6 +55,7 @@ def raised_by_all(comm, act, kind=MismatchError, match=None, seconds=8):
     return caught.value
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 5)
 @pytest.mark.parametrize("case", BAD_SPECS)
 def test_a_spec_that_one_rank_alone_has(comm, case):

@@ -98,6 +98,7 @@ def test_gradients_are_means(comm, torch, ranks_per_node, dtypes, set_to_none):
         md.check_replicas(comm, model.module)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @NODES
 @pytest.mark.parametrize("passes", [2, 3])
@@ -118,7 +119,7 @@ def test_several_backward_passes_add_up(comm, torch, ranks_per_node, passes):
             model.check(gradients, total)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 @NODES
 def test_what_is_not_used_has_no_gradient(comm, torch, ranks_per_node):
     """None on all ranks stays None, as an optimizer expects; on one it is zero there."""
@@ -139,7 +140,7 @@ def test_what_is_not_used_has_no_gradient(comm, torch, ranks_per_node):
         md.check_replicas(comm, model.module)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 @NODES
 def test_tied_weights(comm, torch, ranks_per_node):
     """One parameter under two names is one gradient."""
@@ -214,6 +215,7 @@ def test_a_gradient_that_nobody_averages_is_refused(comm, torch):
         model.optimizer.step()
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 @pytest.mark.parametrize("how", ["written", "replaced", "dropped"])

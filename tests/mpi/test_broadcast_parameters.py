@@ -34,6 +34,7 @@ def tree(rank, xp=np):
     return dict(reversed(made.items())) if rank == 1 else made
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(*SIZES)
 @pytest.mark.parametrize("pack", [1, 300, 4 << 20])
 def test_everybody_has_the_root_s_values(comm, xp, monkeypatch, pack):

@@ -265,6 +265,7 @@ def test_a_plan_that_one_rank_has_closed(comm):
     md.free(mine)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("step", range(1, 9))
 def test_a_first_call_that_is_broken_off_goes_on_where_it_was(comm, step, monkeypatch):

@@ -240,7 +240,7 @@ def test_arrays_that_only_some_want_or_want_otherwise(comm, folder):
         comm.Barrier()
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 3, further=(2,))
 @pytest.mark.parametrize("good", [1, 2])
 def test_two_names_of_one_array(comm, folder, monkeypatch, good):
     """Tied weights, which several ranks read and pass on under both names."""

@@ -244,6 +244,7 @@ def test_every_dtype(comm, folder, xp):
         assert whole[n].tobytes() == expected.tobytes(), n
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3, 5)
 @pytest.mark.parametrize("writers", ["node", 1, 2, 99])
 @pytest.mark.parametrize("method", ["save", "save_async"])

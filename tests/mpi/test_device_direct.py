@@ -46,6 +46,7 @@ def check_way(device, names):
     assert bool(STAGING & set(names)) is not device.direct
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(*SIZES)
 @pytest.mark.parametrize("algorithm", [*ALLREDUCE, "native", "auto"])
 def test_allreduce(comm, device, algorithm):

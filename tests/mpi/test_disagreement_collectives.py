@@ -64,6 +64,7 @@ def test_every_parameter_has_a_case(name):
     assert set(inspect.signature(getattr(md, name)).parameters) - MAY_DIFFER == set(CASES[name])
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(("name", "parameter", "value", "words"), ALL)
 def test_all_ranks_raise(comm, name, parameter, value, words):
@@ -102,6 +103,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("again", [False, True], ids=["first", "prepared"])
 @pytest.mark.parametrize("weight", WEIGHTS)

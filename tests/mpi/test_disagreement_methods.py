@@ -27,7 +27,7 @@ def all_raise(comm, call, kind, *words):
     assert any(comm.allgather(isinstance(caught.value, kind)))
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 @pytest.mark.parametrize("tiered", [False, True])
 def test_delete_and_all_steps_of_a_store(comm, folder, tiered):
     made = md.TieredStore if tiered else md.CheckpointStore

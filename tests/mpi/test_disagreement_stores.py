@@ -62,7 +62,7 @@ STORE = [
 ]  # fmt: skip
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 @pytest.mark.parametrize("name", sorted({name for name, _, _ in STORE}))
 def test_parameters_of_a_store(comm, folder, name):
     for here, there in [(here, there) for other, here, there in STORE if other == name]:
@@ -132,7 +132,7 @@ def test_steps(comm, store, method):
     assert store.restore(state)[0] == 3
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 def test_restore_of_none_and_of_a_step(comm, store):
     """None is a step of its own: it means the newest."""
     all_raise(comm, lambda: store.restore(state_of(comm), 3 if comm.rank == 1 else None), "step")
@@ -295,6 +295,7 @@ def test_ranks_per_node(comm, here):
         all_raise(comm, work, "ranks_per_node")
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
     ("params", "root", "word"),

@@ -40,6 +40,7 @@ def test_native(comm, n):
     md.free(alone)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("n", [10, 100_000])
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "butterfly", "two_hop", "ordered"])

@@ -103,6 +103,7 @@ def test_a_mean(comm, monkeypatch, size):
         assert {v.tobytes() for v in vectors} == {one_by_one(np.add, values, size, 7.0).tobytes()}
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("size", [2, 16, 17, 96])
 @pytest.mark.parametrize("dtype", ["f4", "f8", "c16", "i1", "u2", "f2"])

@@ -128,7 +128,7 @@ def test_every_third_step(comm, folder):
     assert max(map(len, held)) <= memory_copies.COPIES, "a thread removes the older one"
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 @pytest.mark.parametrize("why", ["small", "full"])
 def test_too_little_memory(comm, folder, monkeypatch, capfd, why):
     """Said once; the run goes on without copies, and its checkpoints are as ever."""

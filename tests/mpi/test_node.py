@@ -104,6 +104,7 @@ def test_an_arena_of_several_dtypes(comm):
         assert all((arena[name] == total).all() for name in arena)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(1, 2, 3, 4, 5, 8)
 @pytest.mark.parametrize("n", [1, 3, 2047, 2048, 100_003])
 def test_allreduce_of_an_arena(comm, n):

@@ -303,6 +303,7 @@ def test_operations_that_depend_on_the_order_are_refused(comm):
 # ------------------------------------------------------------------------------------ weights
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), -1e-9, "much"])
 def test_a_bad_weight_on_one_rank_is_told_on_all(comm, weight):

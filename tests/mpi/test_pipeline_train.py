@@ -199,7 +199,7 @@ def test_the_figures_are_those_of_steps(comm):
     assert all(abs(one["bubble"] - np.mean(one["idle"])) < 1e-3 for one in figures)
 
 
-@pytest.mark.ranks(3, 4)
+@pytest.mark.ranks(3, further=(4,))
 @pytest.mark.parametrize("schedule", ["zero_bubble", "1f1b", "gpipe"])
 def test_what_is_reported_of_a_grid(comm, schedule):
     """Each cut once in each direction; with uneven replicas the sums over their ranks."""
@@ -235,7 +235,7 @@ class Halve(Relu):
         return dy / 2
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 def test_the_loss_has_the_dtype_of_the_whole_model(comm):
     """Also on a last stage with parameters of another dtype, or without any."""
     layers = [Halve(), *models.mlp([12, 16, 3]).layers, Halve()]

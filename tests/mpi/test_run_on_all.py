@@ -97,7 +97,7 @@ class Silent(Exception):
     __repr__ = __str__
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 @pytest.mark.parametrize("where", ["local", "result", "decide", "answer"])
 @pytest.mark.parametrize("kind", [ConfigError, KeyboardInterrupt, MemoryError, Silent])
 def test_one_rank_fails(comm, where, kind):
@@ -160,7 +160,7 @@ def test_a_rank_in_another_operation(comm, other, fails):
     md.free(comm)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 @pytest.mark.parametrize("phase", ["gather", "hand_out"])
 def test_a_rank_that_is_interrupted_between_two_rounds(comm, monkeypatch, phase):
     """Ctrl-C in the midst of it: the others hear of it, and nobody waits for ever."""

@@ -51,6 +51,7 @@ def test_rows_and_names(comm, placement):
         np.testing.assert_array_equal(got["few"][1], model["few"][1] + 2)
 
 
+@pytest.mark.covering
 @pytest.mark.ranks(3, 5)
 @pytest.mark.parametrize("limit", [128, 200, 1000])
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])

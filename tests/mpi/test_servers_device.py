@@ -66,7 +66,7 @@ def trained(comm, where, optimizer, mode, saves):
     return found, seen
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, further=(2,))
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
 def test_a_device_gives_the_values_of_the_host(comm, device, optimizer):
     """Dense updates, rows, and values that are loaded in a pause."""
