@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..arrays import medians
 from ..errors import ConfigError, shown
 
 #: Seconds after which a stopped or silent rank is evicted, if the user gives no number of seconds.
@@ -71,8 +72,7 @@ class Deadline(NamedTuple):
         """
         late, stopped = self.late, PATIENCE if self.late == inf else self.late
         if self.late == 0:
-            median = sorted(steps)[len(steps) // 2] if len(steps) >= KNOWN else inf
-            late = max(LEAST, STEPS * median)
+            late = max(LEAST, STEPS * float(medians(steps))) if len(steps) >= KNOWN else inf
             stopped = min(PATIENCE, late)
         if first:
             late = max(FIRST * late, PATIENCE)
