@@ -19,6 +19,7 @@ import math
 import platform
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -268,13 +269,15 @@ def named_arrays(params) -> tuple[list[tuple[str, Any]], str | None]:
 
 
 def synchronize(x) -> None:
-    """Wait until all work of the current CUDA stream, which computes `x`, is done.
-
-    Does nothing for host arrays.
-    """
+    """Wait for the work of the current CUDA stream, which computes `x`; host arrays need none."""
     if is_device(x):
         with x.device:
             sys.modules["cupy"].cuda.get_current_stream().synchronize()
+
+
+def device_of(x):
+    """Return a context manager that makes the GPU of `x` the current one; for the host, none."""
+    return x.device if is_device(x) else nullcontext()
 
 
 def host_empty(count: int, dtype, like=None) -> np.ndarray:
@@ -287,7 +290,8 @@ def host_empty(count: int, dtype, like=None) -> np.ndarray:
     nbytes = count * dtype.itemsize
     if nbytes == 0 or not is_device(like):
         return np.empty(count, dtype)
-    memory = sys.modules["cupy"].cuda.alloc_pinned_memory(nbytes)
+    with like.device:  # otherwise CUDA would also begin to use the current GPU
+        memory = sys.modules["cupy"].cuda.alloc_pinned_memory(nbytes)
     # The allocator rounds the length up, so the view is given the exact length. The view keeps
     # `memory` alive.
     return np.frombuffer(memory, np.uint8, nbytes).view(dtype)
@@ -314,14 +318,11 @@ def copy_into(destination, source) -> None:
     """
     if destination.shape != source.shape and 1 not in (destination.ndim, source.ndim):
         raise ConfigError(f"cannot copy shape {source.shape} into shape {destination.shape}")
-    to_device, from_device = is_device(destination), is_device(source)
-    if to_device and not from_device:
-        _upload(destination, source)
-    elif from_device and not to_device:
-        _download(destination, source)
-    else:
-        _assign(destination, source)
-    if to_device:
+    if not is_device(destination):
+        (_download if is_device(source) else _assign)(destination, source)
+        return
+    with destination.device:
+        (_assign if is_device(source) else _upload)(destination, source)
         synchronize(destination)
 
 
@@ -340,23 +341,22 @@ def _assign(destination, source) -> None:
 def _download(destination: np.ndarray, source) -> None:
     # The values are packed and cast on the device first, so that few bytes cross the bus, in one
     # copy. The method `get` runs after the work of the current stream, and waits for the copy.
-    flat = source.reshape(-1)
-    if flat.dtype != destination.dtype:
-        flat = flat.astype(destination.dtype)
-    if destination.flags.c_contiguous:
-        flat.get(out=destination.reshape(-1))
-    else:
-        _assign(destination, flat.get())
+    with source.device:
+        flat = source.reshape(-1)
+        if flat.dtype != destination.dtype:
+            flat = flat.astype(destination.dtype)
+        if destination.flags.c_contiguous:
+            flat.get(out=destination.reshape(-1))
+        else:
+            _assign(destination, flat.get())
 
 
 def _upload(destination, source: np.ndarray) -> None:
-    cupy = sys.modules["cupy"]
     packed = np.ascontiguousarray(source, destination.dtype)
     if destination.flags.c_contiguous:
         destination.reshape(-1).set(packed.reshape(-1))
         return
-    with destination.device:
-        staged = cupy.empty(packed.shape, destination.dtype)
+    staged = sys.modules["cupy"].empty(packed.shape, destination.dtype)
     staged.set(packed)
     _assign(destination, staged)
 

@@ -76,6 +76,12 @@ def tensor_over(array):
     return torch.from_dlpack(bits).view(getattr(torch, array.dtype.name))
 
 
+def finish_work(tensor) -> None:
+    """Wait until the GPU has computed a tensor; torch may use another stream than CuPy does."""
+    if getattr(tensor, "is_cuda", False):
+        sys.modules["torch"].cuda.current_stream(tensor.device).synchronize()
+
+
 def is_module(x) -> bool:
     """Return whether `x` has the methods of a ``torch.nn.Module`` for parameters and buffers."""
     return all(callable(getattr(x, f"named_{kind}", None)) for kind in ("parameters", "buffers"))

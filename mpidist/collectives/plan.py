@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import copy_into, host_empty, is_device, mpi_direct, synchronize
+from ..arrays import copy_into, device_of, host_empty, is_device, mpi_direct, synchronize
 from ..runtime.agreement.mismatch import Signature
 from ..runtime.context import MAX_PLANS, Context
 from . import selection
@@ -161,7 +161,8 @@ class AllreducePlan(CachedPlan):
             work = take(self.n, self.reduction.work, like=x)
             copy_into(work.reshape(self.shape), x)
         if weight is not None:
-            np.multiply(work, work.dtype.type(weight), out=work)
+            with device_of(work):
+                np.multiply(work, work.dtype.type(weight), out=work)
         synchronize(work)
         return work
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import as_array, synchronize
+from ..arrays import as_array, device_of, synchronize
 from ..runtime.agreement.mismatch import Signature
 from ..runtime.agreement.tell_others import tells
 from ..runtime.context import of
@@ -66,7 +66,8 @@ def reduce(
         total = sum_of_weights(context, op, weight, name)
         work = packed_copy(x, reduction, name == algorithms.NATIVE)
         if total is not None and comm.size > 1:
-            np.multiply(work, work.dtype.type(weight), out=work)
+            with device_of(work):
+                np.multiply(work, work.dtype.type(weight), out=work)
             synchronize(work)
         if comm.size == 1:
             total = None  # no weight: the result on one rank is exact, as in `allreduce`

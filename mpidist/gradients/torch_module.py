@@ -33,7 +33,7 @@ from ..collectives.broadcast_parameters import broadcast_parameters
 from ..errors import ClosedError, ConfigError, MismatchError, ProtocolError, shown
 from ..runtime.agreement.run_on_all import run_on_all
 from ..runtime.context import of
-from ..tensors import is_module, tensor_over
+from ..tensors import finish_work, is_module, tensor_over
 from .exchange import Gradients
 from .flat_views import EXTRAS, with_extras
 
@@ -241,6 +241,7 @@ class Attached:
                 )
         else:
             arena = self.gradients.arena
+            finish_work(self._slots[0].tensor)
             for x in self.gradients.vectors if arena is None else [arena]:
                 allreduce(self.comm, x, "mean", weight=weight)
         for slot, used in zip(self._slots, (self._used > 0).tolist(), strict=True):

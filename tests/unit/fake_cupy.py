@@ -41,6 +41,12 @@ def alloc_pinned_memory(nbytes):
 
 
 class Device:
+    def __init__(self, number=0):
+        self.id = number
+
+    def use(self):
+        calls.append(f"use device {self.id}")
+
     def __enter__(self):
         calls.append("device")
         return self
@@ -125,6 +131,9 @@ class ndarray:
     def astype(self, dtype):
         return self._kernel(self.shape, np.dtype(dtype), lambda: self.memory)
 
+    def item(self):
+        return self.get().item()
+
     def get(self, out=None):
         calls.append("get")
         _stream.run()
@@ -161,6 +170,15 @@ def asnumpy(x):
     return x.get()
 
 
+def concatenate(arrays):
+    if any(isinstance(x, np.ndarray) for x in arrays):
+        raise TypeError("host array among the operands of device work")
+    joined = np.concatenate([x.memory for x in arrays])
+    return arrays[0]._kernel(
+        joined.shape, joined.dtype, lambda: np.concatenate([x.memory for x in arrays])
+    )
+
+
 def from_dlpack(x):
     calls.append("from_dlpack")
     return ndarray(x.memory)
@@ -170,11 +188,11 @@ def from_dlpack(x):
 def installed():
     """Make ``import cupy`` find this module, and leave no trace afterwards."""
     module = ModuleType("cupy")
-    for value in (ndarray, asarray, empty, asnumpy, from_dlpack):
+    for value in (ndarray, asarray, concatenate, empty, asnumpy, from_dlpack):
         setattr(module, value.__name__, value)
     module.__version__ = "0.fake"
     module.cuda = ModuleType("cupy.cuda")
-    module.cuda.Stream = Stream
+    module.cuda.Stream, module.cuda.Device = Stream, Device
     module.cuda.get_current_stream = lambda: _stream
     module.cuda.alloc_pinned_memory = alloc_pinned_memory
     module.cuda.runtime = ModuleType("cupy.cuda.runtime")

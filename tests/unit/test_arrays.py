@@ -169,6 +169,20 @@ def test_bfloat16_of_torch_shares_its_memory():
         arrays.as_array(tensor)
 
 
+def test_work_of_torch_is_finished_in_torch_s_stream(monkeypatch):
+    """CuPy's stream does not wait for a stream that the program has chosen in torch."""
+    waits = []
+    cuda = SimpleNamespace(current_stream=lambda device: SimpleNamespace(
+        synchronize=lambda: waits.append(device)
+    ))  # fmt: skip
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    tensors.finish_work(SimpleNamespace(is_cuda=False))
+    tensors.finish_work(SimpleNamespace())  # of the stand-in
+    assert waits == []
+    tensors.finish_work(SimpleNamespace(is_cuda=True, device="cuda:1"))
+    assert waits == ["cuda:1"]
+
+
 def test_dtypes_have_names_of_torch():
     assert tensors.dtype_of("f4") == tensors.dtype_of("torch.float32") == np.float32
     assert tensors.dtype_of("bfloat16") == tensors.dtype_of("torch.bfloat16") == ml_dtypes.bfloat16
@@ -253,7 +267,7 @@ def test_host_empty_is_pinned_only_for_device_arrays(cupy):
     assert arrays.host_empty(5, "f4", np.ones(3)).shape == (5,)
     assert fake_cupy.calls == []
     buffer = arrays.host_empty(5, "f4", cupy.empty(3))
-    assert fake_cupy.calls == ["alloc_pinned"]
+    assert fake_cupy.calls == ["device", "alloc_pinned"]
     assert (buffer.shape, buffer.dtype) == ((5,), np.dtype("f4"))
     buffer[:] = 1
     assert arrays.host_empty(0, "f4", cupy.empty(3)).shape == (0,)
@@ -308,7 +322,18 @@ def test_upload_has_arrived_before_the_buffer_may_be_reused(cupy):
     arrays.copy_into(x, buffer)
     buffer[:] = 0  # the next message lands in the same staging buffer
     assert x.memory.tolist() == [7, 7, 7]
-    assert fake_cupy.calls == ["alloc_pinned", "set", "device", "synchronize"]
+    expected = ["device", "alloc_pinned", "device", "set", "device", "synchronize"]
+    assert fake_cupy.calls == expected
+
+
+def test_a_copy_is_made_on_the_array_s_device(cupy):
+    """Another GPU may be the current one: kernels and new memory would be on that one."""
+    half = cupy.asarray(np.ones(3, "f2"))
+    arrays.copy_into(np.zeros(3, "f4"), half)
+    assert fake_cupy.calls == ["device", "kernel", "get"]
+    fake_cupy.calls.clear()
+    with arrays.device_of(half), arrays.device_of(np.ones(3)):
+        assert fake_cupy.calls == ["device"]
 
 
 def test_synchronize_waits_on_the_array_s_device(cupy):

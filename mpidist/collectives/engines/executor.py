@@ -366,13 +366,19 @@ class Run:
 
     def _compute(self, step: Step) -> None:
         source, target = self._view(step.source), self._view(step.target)
+        if not self.device:
+            self._combine(step, source, target)
+            return
+        with target.device:
+            self._combine(step, source, target)
+            # The device may still be computing the sum, and the next step may pass this memory to
+            # MPI, so this rank waits for the device.
+            synchronize(target)
+
+    def _combine(self, step: Step, source, target) -> None:
         if step.kind == COPY:
             target[:] = source
         elif step.kind == REDUCE:
             self.program.ufunc(target, source, out=target)
         else:
             self.program.ufunc(source, target, out=target)
-        if self.device:
-            # The device may still be computing the sum, and the next step may pass this memory to
-            # MPI, so this rank waits for the device.
-            synchronize(target)

@@ -19,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 from mpi4py.util.dtlib import to_numpy_dtype
 
-from ...arrays import work_dtype
+from ...arrays import device_of, work_dtype
 from ...errors import ConfigError, nearest, shown
 
 #: op name -> ufunc. Any binary ufunc that keeps its dtype may be passed instead of a name.
@@ -205,7 +205,8 @@ def _operation(ufunc: np.ufunc) -> MPI.Op:
 def finish_mean(reduction: Reduction, work: np.ndarray, total) -> None:
     """If the operation is ``mean``, divide the sum in place by `total`; otherwise do nothing."""
     if reduction.mean:
-        np.divide(work, work.dtype.type(total), out=work)
+        with device_of(work):
+            np.divide(work, work.dtype.type(total), out=work)
 
 
 # ------------------------------------------------------------------------------------- weights
