@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from ..arrays import as_array, is_writable
+from ..arrays import as_array, copy_into, is_device, is_writable
 from ..errors import ClosedError, ConfigError, shown
 from ..runtime.agreement.tell_others import contexts, tell, tells
 from ..runtime.context import Context, of, running
@@ -326,6 +326,8 @@ def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> Plan:
                 return made(target)
 
         def run():
+            if is_device(target):  # the other library may work in another stream in each step
+                as_array(x)
             reduce()
             return x
 
@@ -347,7 +349,7 @@ def _target(x, out):
         return x
     check_out(out, x.dtype, x.shape)
     out = as_array(out)
-    out[...] = x
+    copy_into(out, x)  # one of the two may be on a device
     return out
 
 

@@ -26,12 +26,14 @@ def probe(comm) -> list[str]:
     """Run operations on device arrays; return which had wrong results. Collective over `comm`."""
     from mpi4py import MPI
 
-    cupy = arrays.load_cupy()
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    gpu = node.rank  # as `mpidist train` does, each rank of a node takes another GPU
+    node.Free()
     wrong: list[str] = []
     for count in _COUNTS:
         mine = np.arange(count, dtype=np.float32) % 1000 + comm.rank
         expected = comm.size * (mine - comm.rank) + comm.size * (comm.size - 1) // 2
-        x, y = cupy.asarray(mine), cupy.asarray(np.zeros_like(mine))
+        x, y = arrays.to_device(mine, gpu), arrays.to_device(np.zeros_like(mine), gpu)
         arrays.synchronize(x)
         comm.Allreduce(x, y, MPI.SUM)
         _check(wrong, f"Allreduce of {count}", y, expected)

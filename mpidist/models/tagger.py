@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..arrays import array_module
+from ..arrays import array_module, is_device
 from ..errors import ConfigError
 from ..registry import checked_whole
 from .network import checked_input
@@ -111,8 +111,8 @@ def tagger(inputs: int = 1152, classes: int = 3862, hidden: int = 0, seed: int =
 
 def hit_at_one(scores, labels) -> float:
     """Return the fraction of samples whose entity with the highest score is one of their labels."""
-    best = np.asarray(scores).argmax(axis=1)
-    return float(np.asarray(labels)[np.arange(len(best)), best].astype(bool).mean())
+    best = _on_host(scores).argmax(axis=1)
+    return float(_on_host(labels)[np.arange(len(best)), best].astype(bool).mean())
 
 
 def gap(scores, labels, top: int = 20) -> float:
@@ -124,7 +124,7 @@ def gap(scores, labels, top: int = 20) -> float:
     true entities in the ranking, divided by the number of all true entities. A sample with more
     than `top` true entities counts as if it had `top`. Abu-El-Haija et al., 2016, arXiv:1609.08675.
     """
-    scores, labels = np.asarray(scores), np.asarray(labels).astype(bool)
+    scores, labels = _on_host(scores), _on_host(labels).astype(bool)
     top = min(top, scores.shape[1])
     best = np.argpartition(-scores, top - 1, axis=1)[:, :top]
     rows = np.arange(len(scores))[:, None]
@@ -135,3 +135,7 @@ def gap(scores, labels, top: int = 20) -> float:
         return 0.0
     precision = np.cumsum(hits) / np.arange(1, len(hits) + 1)
     return float((precision * hits).sum() / positives)
+
+
+def _on_host(x) -> np.ndarray:
+    return x.get() if is_device(x) else np.asarray(x)

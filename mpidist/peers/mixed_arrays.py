@@ -81,9 +81,11 @@ class MixedArrays:
 
     def average(self, comm) -> None:
         """Set the arrays of all ranks to their mean. Collective over `comm`."""
-        for dtype in dict.fromkeys(array.dtype for array in self.arrays):
-            mine = [array for array in self.arrays if array.dtype == dtype]
-            xp = array_module(mine[0])
+        # Of an optimizer's state, the numbers are on the host and other arrays may be on a device.
+        kinds = [(array.dtype, array_module(array)) for array in self.arrays]
+        for kind in dict.fromkeys(kinds):
+            mine = [x for x, its in zip(self.arrays, kinds, strict=True) if its == kind]
+            xp = kind[1]
             flat = xp.concatenate([array.reshape(-1) for array in mine])
             allreduce(comm, flat, "mean")
             start = 0

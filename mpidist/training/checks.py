@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from ..arrays import named_arrays
+from ..arrays import is_device, named_arrays
 from ..checkpoint.arguments import checked_path
 from ..data import Loading, Position, Sampler
 from ..elasticity.elastic_settings import Elastic, as_elastic
@@ -189,9 +189,12 @@ def check_model(model, predicts: bool) -> None:
     """Raise ConfigError if `model` has not all attributes and methods that the run needs."""
     if isinstance(model, type) or not hasattr(model, "parameters"):
         raise ConfigError(f"model is {brief(model)}; {_MODEL}")
-    _, problem = named_arrays(model)
+    arrays, problem = named_arrays(model)
     if problem is None and not model.parameters:
         problem = "its parameters are empty"
+    where = {is_device(x): name for name, x in arrays if name in model.parameters}
+    if len(where) == 2:
+        problem = f"{where[False]!r} is on the host, {where[True]!r} on a device; move all to one"
     if problem is None and not isinstance(getattr(model, "state", {}), Mapping):
         problem = f"its state is {brief(model.state)}, not a dict of arrays"
     if problem is not None:
@@ -311,14 +314,13 @@ def check_reading(loading, quarantine, retry_bad) -> None:
 
 
 def check_loss(loss) -> Any:
-    """Return the loss of a model; raise ConfigError unless it is one number, as a scalar or array.
-
-    NaN and infinity pass this check.
+    """Return the loss of a model as a number; raise ConfigError unless it is a number or an array
+    of one element, which may be on a device. NaN and infinity pass this check.
     """
     if isinstance(loss, Real):
         return loss
     if getattr(loss, "shape", None) in ((), (1,)) and loss.dtype.kind in "fiuV":
-        return loss  # an array of one element, maybe on a device
+        return loss.item()
     raise ConfigError(
         f"the model's loss_and_gradients returned {brief(loss)}; expected the mean loss of its "
         "batch, a number"

@@ -14,6 +14,7 @@ import pytest
 import mpidist as md
 from mpidist import arrays
 from mpidist.collectives.schedules.algorithms import ALLREDUCE
+from mpidist.peers.mixed_arrays import average_state
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import fake_cupy
@@ -83,6 +84,49 @@ def test_what_cannot_lie_where_it_is_goes_through_the_host(comm, device):
         assert STAGING & set(fake_cupy.calls)
         best = comm.size if op == "max" else np.sqrt(sum((1.0 + r) ** 2 for r in range(comm.size)))
         np.testing.assert_allclose(x.memory, best, rtol=1e-12)
+
+
+@pytest.mark.ranks(2)
+def test_one_array_on_the_host_and_one_on_the_device(comm, device):
+    """`x` and `out` may be on both; also the arrays of a state that ranks average."""
+    values, total = np.arange(300.0) + comm.rank, 2 * np.arange(300.0) + 1
+    out = device.empty(300, np.float64)
+    md.allreduce(comm, values, out=out)
+    np.testing.assert_array_equal(out.memory, total)
+    out = np.zeros(300)
+    md.iallreduce(comm, queued(device, values), out=out).wait()
+    np.testing.assert_array_equal(out, total)
+    state = {"mean": {"w": device.asarray(values)}, "progress": np.array(float(comm.rank))}
+    average_state(comm, state)
+    arrays.synchronize(state["mean"]["w"])
+    np.testing.assert_array_equal(state["mean"]["w"].memory, total / 2)
+    assert state["progress"] == 0.5
+
+
+@pytest.mark.ranks(2)
+def test_a_plan_waits_for_the_stream_of_a_tensor_in_each_call(comm, device):
+    """`from_dlpack` lets CuPy's stream wait for the stream of the tensor's library."""
+    tensor = Tensor(np.full(300, comm.rank + 1.0))
+    with md.plan(comm, tensor, algorithm="ring") as reduce:
+        for _ in range(2):
+            tensor.memory[...] = comm.rank + 1
+            fake_cupy.calls.clear()
+            assert reduce() is tensor
+            assert fake_cupy.calls[0] == "from_dlpack"
+            assert (tensor.memory == 3).all()
+
+
+class Tensor:
+    """A tensor of another library on the device."""
+
+    def __init__(self, memory):
+        self.memory = memory
+
+    def __dlpack_device__(self):
+        return (2, 0)
+
+    def __dlpack__(self, **settings):
+        raise AssertionError("the stand-in for cupy takes the memory itself")
 
 
 @pytest.mark.ranks(*SIZES)

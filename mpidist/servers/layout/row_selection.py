@@ -41,7 +41,7 @@ class Selection:
         """Check row indices of the tensor called `name`, and return the indices as int64."""
         tensor = self.tensor(name)
         try:
-            rows = np.asarray(rows)
+            rows = rows.get() if is_device(rows) else np.asarray(rows)
         except ValueError:  # `rows` contains lists of different lengths
             rows = np.empty((0, 0))
         # NumPy converts an empty list to an array of floats.
