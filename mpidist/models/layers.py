@@ -165,7 +165,8 @@ class Convolution:
         k, (rows, cols) = self.kernel, self._size(x)
         columns = self._room(x, (len(x), self.inputs * k * k, rows * cols * x.shape[4]))
         flat = self._flat(dy)
-        return self._add_up(array_module(dy).matmul(self._matrix(parameters).T, flat, columns), x)
+        array_module(dy).matmul(self._matrix(parameters).T, flat, out=columns)
+        return self._add_up(columns, x)
 
     def backward_weights(self, parameters, x, dy, gradients, ready=_nothing) -> None:
         """Write the gradients of weight and bias."""

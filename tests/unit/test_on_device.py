@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mpidist.errors import ConfigError
+from mpidist.models import layers, lenet
 from mpidist.models.tagger import gap, hit_at_one
 from mpidist.servers.layout.row_selection import Selection
 from mpidist.training.checks import check_loss, check_model
@@ -48,3 +49,25 @@ def test_a_model_half_on_a_device_is_refused(cupy):
     model.parameters = {"a": here, "b": there}
     with pytest.raises(ConfigError, match="'a' is on the host, 'b' on a device; move all to one"):
         check_model(model, False)
+
+
+class Strict:
+    """NumPy, whose matrix product takes its result as CuPy's does: by keyword only."""
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+    def matmul(self, a, b, *, out=None):
+        return np.matmul(a, b, out=out)
+
+
+def test_products_are_written_as_cupy_demands(monkeypatch):
+    monkeypatch.setattr(layers, "array_module", lambda x: Strict())
+    model = lenet([1, 8, 8], 3, channels=[2, 3], hidden=[5, 4])
+    gradients = {name: np.full_like(array, 9) for name, array in model.parameters.items()}
+    batch = np.random.default_rng(1).standard_normal((4, 1, 8, 8)).astype("f4"), np.arange(4) % 3
+    loss = model.loss_and_gradients(batch, gradients)
+    monkeypatch.undo()
+    again = {name: np.zeros_like(array) for name, array in model.parameters.items()}
+    assert model.loss_and_gradients(batch, again) == loss
+    assert all((gradients[name] == array).all() for name, array in again.items())
