@@ -296,6 +296,14 @@ def test_checkpoints(comm, folder, xp):
             store.save_async(step, state)
             change(state, 0)
         store.wait()
+    with other_stream(xp), md.TieredStore(comm, folder / "t", local=folder / "node") as tiered:
+        state = state_of(comm, xp, 4)
+        tiered.save_async(4, state)
+        change(state, 0)
+        found = tiered.restore(state)[1]
+        check_loaded(comm.size, {**found, "box": np.concatenate(comm.allgather(
+            host(found["box"].array)
+        ))}, 4)  # fmt: skip
     check_loaded(comm.size, md.load(folder, 1))
     for step in (2, 3):
         check_loaded(comm.size, md.load(folder, step), step)

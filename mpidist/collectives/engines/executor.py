@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ...arrays import copy_into, is_device, mpi_empty, synchronize
+from ...arrays import copy_into, device_of, is_device, mpi_empty, synchronize
 from ...events import Counters
 from ...runtime import ulfm
 from ...runtime.context_end import CHAIN_DIFFERS
@@ -369,7 +369,7 @@ class Run:
         if not self.device:
             self._combine(step, source, target)
             return
-        with target.device:
+        with device_of(target):
             self._combine(step, source, target)
             # The device may still be computing the sum, and the next step may pass this memory to
             # MPI, so this rank waits for the device.
