@@ -310,9 +310,9 @@ def test_checkpoints(comm, folder, xp):
     few = comm.Split(0 if comm.rank < comm.size - 1 else MPI.UNDEFINED)
     if few != MPI.COMM_NULL:
         for module in (xp, np):
-            like = state_of(few, module, 50)
-            like["box"] = module.zeros((comm.size, 6), "f4")
             with other_stream(xp), md.CheckpointStore(few, folder) as store:
+                like = state_of(few, module, 50)
+                like["box"] = module.zeros((comm.size, 6), "f4")
                 step, found = store.restore(like)
                 doubled = found["w"] * 2
                 assert step == 3
