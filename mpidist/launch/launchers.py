@@ -124,7 +124,10 @@ def start(
     ``job.process.send_signal(...)`` or ``job.output()``.
     """
     command = [*launcher_command(n, mpi=mpi), *args]
-    return Started(command, env=launch_environment(env, mpi=mpi), cwd=cwd)
+    # All ranks are on this host, where Open MPI's component "ofi" only sleeps for a second in
+    # MPI_Init (`claims.network_for`).
+    environment = {"OMPI_MCA_btl": "^ofi", **launch_environment(env, mpi=mpi)}
+    return Started(command, env=environment, cwd=cwd)
 
 
 def launch(

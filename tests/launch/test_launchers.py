@@ -32,7 +32,9 @@ time.sleep(100)
 
 
 def test_ranks_see_each_other():
-    code = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.rank))"
+    code = """import os; from mpi4py import MPI
+assert os.environ["OMPI_MCA_btl"] == "^ofi"
+print(MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.rank))"""
     done = launch(3, [sys.executable, "-c", code]).check()
     # Not split(): lines of different ranks may run into each other.
     assert done.stdout.count("3") == 3
@@ -114,9 +116,10 @@ def test_a_pytest_that_is_ended_takes_its_scenes_along(tmp_path):
 
 
 def test_environment_is_added_and_the_launcher_named():
-    code = "import os; print(os.environ['MINE'], 'PATH' in os.environ)"
-    done = launch(1, [sys.executable, "-c", code], env={"MINE": "7"}, mpi=find_launcher()).check()
-    assert done.stdout.split() == ["7", "True"]
+    code = "import os; print(os.environ['MINE'], 'PATH' in os.environ, os.environ['OMPI_MCA_btl'])"
+    asked = {"MINE": "7", "OMPI_MCA_btl": "self"}
+    done = launch(1, [sys.executable, "-c", code], env=asked, mpi=find_launcher()).check()
+    assert done.stdout.split() == ["7", "True", "self"]
     assert done.args[0] == str(find_launcher())
     assert launcher_command(2)[-2:] == ["-n", "2"]
 
