@@ -22,9 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import ConfigError, MpidistError, shown
+from ..errors import ConfigError, MpidistError
 from ..launch import claims
-from ..launch.launchers import launch_environment, launcher_command
+from ..launch.launchers import command_words, launch_environment, launcher_command
 from ..launch.processes import Started
 from . import mpi_algorithms as mpi
 from .mpi_algorithms import DEFAULT, Passes, Setting
@@ -92,10 +92,7 @@ def site(ranks: int | None, launcher: str | None, options: Sequence[str], sizes)
     if launcher:
         if ranks is not None:
             raise ConfigError(f"--ranks {ranks} and --launcher: give the ranks in --launcher")
-        try:
-            return Site(shlex.split(launcher), options, sizes)
-        except ValueError as error:
-            raise ConfigError(f"--launcher {shown(launcher)}: {error}") from None
+        return Site(command_words("--launcher", launcher), options, sizes)
     ranks = len(os.sched_getaffinity(0)) if ranks is None else ranks
     if ranks < 2:
         raise ConfigError(f"--ranks {ranks}: expected 2 or more")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import shutil
 import uuid
 from functools import partial
@@ -59,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     failure.
     """
     from ..elasticity.ulfm_trial import check_survival
-    from ..supervisor import attempts, commands
+    from ..launch.launchers import command_words
+    from ..supervisor import attempts, commands, requests
     from ..supervisor.liveness import Limits
     from ..supervisor.policy import Policy
 
@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
     hosts = None if named else commands.slurm_hosts(os.environ)
     if args.hosts:
         hosts = commands.parse_hosts(args.hosts)
+    requests.notice_words(args.notice)  # raises ConfigError before anything is started
     limits = Limits(
         args.heartbeat, args.start_timeout, args.stall_timeout, args.grace, args.launcher_timeout
     )
@@ -96,14 +97,14 @@ def run(args: argparse.Namespace) -> int:
         program=tuple(args.program),
         ranks=args.n,
         folder=args.control or Path(f".mpidist-launch-{name}"),
-        words=_words("--launcher", args.launcher),
+        words=tuple(command_words("--launcher", args.launcher)),
         hosts=hosts,
         slurm=in_slurm and not named,
         policy=Policy(args.max_restarts, args.min_ranks, args.preempted, args.max_preemptions),
         limits=limits,
         elastic=args.elastic,
         notice=args.notice,
-        hosts_from=_words("--hosts-from", args.hosts_from or ""),
+        hosts_from=tuple(command_words("--hosts-from", args.hosts_from or "")),
     )
     if job.words and shutil.which(job.words[0]) is None:
         raise ConfigError(f"mpidist launch: --launcher {shown(args.launcher)}: no such program")
@@ -121,11 +122,3 @@ def run(args: argparse.Namespace) -> int:
         return attempts.run(job)
     except OSError as error:
         raise ConfigError(f"mpidist launch: {error}; give a folder with --control DIR") from None
-
-
-def _words(option: str, text: str) -> tuple[str, ...]:
-    """Return the words of a command, as a shell would split them."""
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise ConfigError(f"mpidist launch: {option} {shown(text)}: {error}") from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from .processes import Finished, Started
 
 #: Variables that a launcher sets for its ranks, and that a nested launcher must not inherit.
@@ -83,6 +84,14 @@ def launcher_command(n: int, *, mpi: str | os.PathLike | None = None) -> list[st
     if n > len(os.sched_getaffinity(0)):
         words += crowding(kind, major)
     return [*words, "-n", str(n)]
+
+
+def command_words(option: str, text: str) -> list[str]:
+    """Return the words of the command `text`, the value of `option`, as a shell would split it."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {shown(text)}: {error}") from None
 
 
 def crowding(kind: str, major: int) -> list[str]:

@@ -8,7 +8,6 @@ SIGUSR1, and then decides what to do next.
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..launch import heartbeat
+from ..launch.launchers import command_words
 from ..launch.processes import Started
 
 #: Seconds between two runs of the command for a notice, and the time limit for one run.
@@ -49,10 +49,7 @@ class Requests:
         self._control, self._notice = control, notice
         self._noticed = False  # a notice is reported only once, until it has disappeared
         self._command: _Command | None = None
-        words: list[str] = []
-        with suppress(ValueError):  # a file may have an apostrophe in its name
-            words = shlex.split(notice)
-        if words and shutil.which(words[0]):
+        if words := notice_words(notice):
             self._command = _Command(words)
 
     def look(self, growth: bool = True) -> JobRequest | None:
@@ -101,6 +98,17 @@ class _Command:
                 done = command.finish(0)
                 self.said_so = self.said_so if done.timed_out else done.returncode == 0
             self._end.wait(EVERY)
+
+
+def notice_words(notice: str) -> list[str]:
+    """Return the words of the command `notice`; an empty list if `notice` is the name of a file."""
+    try:
+        words = command_words("--notice", notice)
+    except ConfigError:  # a file may have an apostrophe in its name
+        if shutil.which(notice.split()[0].strip("'\"")):
+            raise
+        return []
+    return words if words and shutil.which(words[0]) else []
 
 
 def request_files(control: Path) -> list[Path]:
