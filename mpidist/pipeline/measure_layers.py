@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from ..arrays import array_module, synchronize
-from ..errors import ConfigError, shown
+from ..errors import ConfigError
+from ..registry import checked_whole
 from .layer_profile import Layer, LayerProfile, chain
 from .stage_plan import check_layers
 
@@ -29,8 +30,7 @@ def measure(model, batch, repeats: int = REPEATS) -> LayerProfile:
 
     Raises ConfigError if `repeats` is not an integer of 1 or more.
     """
-    if not isinstance(repeats, int) or repeats < 1:
-        raise ConfigError(f"repeats={shown(repeats)}; expected an integer of 1 or more")
+    repeats = checked_whole("repeats", repeats, 1)
     layers = check_layers(model)
     inputs, labels = batch
     kept = getattr(model, "initial_parameters", None) if "parameters" not in vars(model) else None

@@ -116,5 +116,5 @@ def test_a_layer_that_readers_would_leave_out_is_refused(tmp_path):
 
 @pytest.mark.parametrize("repeats", [0, -1, 1.5])
 def test_a_profile_needs_at_least_one_pass(repeats):
-    with pytest.raises(ConfigError, match=f"repeats={repeats}; expected an integer of 1 or more"):
+    with pytest.raises(ConfigError, match=f"repeats is {repeats}, expected a whole number of at"):
         measure(None, None, repeats=repeats)
