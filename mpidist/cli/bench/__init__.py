@@ -65,9 +65,11 @@ def run(args: argparse.Namespace) -> int:
         rows, first = choices.print_advice(args, os.environ), True
     else:
         comm = start_ranks(os.environ)
-        from ...runtime.agreement.run_on_all import run_on_all  # after MPI has begun
+        if comm.size > 1:
+            from ...runtime.agreement.run_on_all import run_on_all  # after MPI has begun
 
-        run_on_all(comm, "bench: --json", partial(_check_file, None if comm.rank else args.json))
+            mine = None if comm.rank else args.json
+            run_on_all(comm, "bench: --json", partial(_check_file, mine))
         binding.check_binding(comm, os.environ)
         rows, first = _MODULES[args.what].run(comm, args), comm.rank == 0
     if args.json and first:
