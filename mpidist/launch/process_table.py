@@ -1,10 +1,16 @@
-"""Read from /proc whether a process is running and when it began."""
+"""Read from /proc which processes are running, when they began, and what files of MPI they map."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+
+#: How the names of the shared-memory files of MPICH, and of UCX and Open MPI, begin. Other files in
+#: /dev/shm may hold users' data.
+MPICH_SEGMENT = "mpich_shm_"
+SEGMENTS = (MPICH_SEGMENT, "ucx_shm_", "sm_segment.", "vader_segment.")
 
 
 def stat_of(pid) -> list[str]:
@@ -60,3 +66,13 @@ def state_and_birth(pid: int) -> tuple[str, int]:
         return "X", 0
     finally:
         os.close(file)
+
+
+def mpi_segments(pids: Iterable, prefixes: str | tuple[str, ...] = SEGMENTS) -> set[Path]:
+    """Return the files in /dev/shm that the MPI library of these processes has mapped."""
+    found = set()
+    for pid in pids:
+        with suppress(OSError):
+            text = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+            found |= {Path(line.split()[-1]) for line in text.splitlines() if "/dev/shm/" in line}
+    return {path for path in found if path.name.startswith(prefixes)}

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .process_table import group_is_running
+from .process_table import MPICH_SEGMENT, group_is_running, mpi_segments
 
 #: The environment variable that marks all descendants of one start.
 MARK = "MPIDIST_TEST_MARK"
@@ -28,10 +28,6 @@ MARK = "MPIDIST_TEST_MARK"
 #: The exit code that is reported for a command that was ended at its deadline; timeout(1) reports
 #: the same code.
 TIMED_OUT = 124
-
-#: The beginnings of the names of files in /dev/shm that Open MPI, UCX and MPICH make. Other files
-#: in /dev/shm may hold users' data.
-_MPI_SEGMENTS = ("sm_segment.", "vader_segment.", "ucx_shm_", "mpich_shm_")
 
 #: The beginnings of the names of session folders of Open MPI's launchers; the process id follows.
 _SESSIONS = ("ompi", "prterun", "prted", "(null)")
@@ -232,18 +228,6 @@ def signal_all(pids: Sequence[int], number: int) -> None:
             os.kill(pid, step)
 
 
-def mpi_segments(pids: list[int]) -> set[Path]:
-    """Return the files in /dev/shm that the MPI library of these processes has mapped."""
-    found = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-                path = Path(line.split(maxsplit=5)[-1])
-                if path.parent == Path("/dev/shm") and path.name.startswith(_MPI_SEGMENTS):
-                    found.add(path)
-    return found
-
-
 def forgotten_segments(age: float) -> set[Path]:
     """Return the files in /dev/shm that MPICH has made recently and that no process has mapped.
 
@@ -254,7 +238,7 @@ def forgotten_segments(age: float) -> set[Path]:
 
     def look() -> set[Path]:
         found = set()
-        for path in Path("/dev/shm").glob(f"{_MPI_SEGMENTS[-1]}*"):
+        for path in Path("/dev/shm").glob(f"{MPICH_SEGMENT}*"):
             with contextlib.suppress(OSError):
                 facts = path.stat()
                 if facts.st_uid == os.geteuid() and time.time() - facts.st_ctime < age:

@@ -21,29 +21,22 @@ from pathlib import Path
 
 from mpi4py import MPI
 
+from ..launch.process_table import SEGMENTS, mpi_segments
+
 #: A rank waits at most this many seconds until a slow launcher has read its output.
 READ_BY = 10.0
 
-#: How the names of the shared-memory files of MPICH, UCX and Open MPI begin. Other files in
-#: /dev/shm may hold users' data.
-SEGMENTS = ("mpich_shm_", "ucx_shm_", "sm_segment.", "vader_segment.")
 
-
-def unlink_segments(prefixes: tuple[str, ...] = SEGMENTS) -> None:
+def unlink_segments(prefixes: str | tuple[str, ...] = SEGMENTS) -> None:
     """Remove the names of the shared-memory files that the MPI library of this process has made.
 
     A process calls this function when it may soon be killed, because MPICH leaves megabytes in
     /dev/shm when a job is aborted. A process that has mapped such a file into its memory can go on
     using it without the name.
     """
-    try:
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return
-    for path in {Path(line.split()[-1]) for line in maps.splitlines() if "/dev/shm/" in line}:
-        if path.name.startswith(prefixes):
-            with contextlib.suppress(OSError):
-                path.unlink()
+    for path in mpi_segments(["self"], prefixes):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def wait_for_the_reader(seconds: float = READ_BY) -> bool:

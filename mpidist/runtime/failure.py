@@ -41,9 +41,9 @@ from .. import events
 from ..errors import ConfigError, MpidistError, RankFailure
 from ..launch import heartbeat
 from ..launch.environment import has_ulfm
+from ..launch.process_table import MPICH_SEGMENT
 from .before_exit import (
     READ_BY,
-    SEGMENTS,
     end_process,
     flush_streams,
     one_line,
@@ -160,7 +160,7 @@ def set_exit_barrier(comm: MPI.Comm) -> None:
     # shared-memory file is not needed any more. If the name were not removed, the file would stay
     # when the whole job is killed. Open MPI's ranks map each other's memory later, and its daemons
     # remove the files.
-    unlink_segments(SEGMENTS[:1])
+    unlink_segments(MPICH_SEGMENT)
 
 
 # ------------------------------------------------------------------------------ forked processes
