@@ -232,9 +232,7 @@ def _measure(context: Context, signature: Signature, reduction, n: int, make, na
         plan.close()
     # The lower quartile is used instead of the mean, because other programs on the machine can only
     # make a round longer. (`np.quantile` would import `np.ma`, which takes 7 ms.)
-    low, part = divmod((rounds - 1) / 4, 1)
-    ordered = np.sort(seconds, axis=0)[[int(low), min(int(low) + 1, rounds - 1)]]
-    typical = (1 - part) * ordered[0] + part * ordered[1]
+    typical = np.sort(seconds, axis=0)[(rounds - 1) // 4]
     best = _fastest(names, typical)
     return {
         "algorithm": names[best],
