@@ -79,10 +79,14 @@ def checkpoints_there(resume: bool | str, path: str, last: int) -> ConfigError:
 
 
 def save_failure(error: Exception, step: int | None, store) -> str:
-    """Return the text of `error`, with the step and the folder of the save that has failed."""
-    if f"step {step} to " in str(error):
+    """Return the text of `error`, with the step and the folder of the save that has failed.
+
+    `step` is None if it is not known.
+    """
+    if "save of step " in str(error):
         return str(error)
-    return f"save of step {step} to {getattr(store, 'path', 'the store')}: {error}"
+    of = "" if step is None else f" of step {step}"
+    return f"save{of} to {getattr(store, 'path', 'the store')}: {error}"
 
 
 def not_saved(failure: str, newest: int | None, goes_on: bool = True) -> str:

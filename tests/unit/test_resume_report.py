@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from mpidist import optim
 from mpidist.supervisor import commands
 from mpidist.training import settings, start_records, strategies
 from mpidist.training.exchanges import server_strategy
-from mpidist.training.resume_report import differences, kept
+from mpidist.training.resume_report import differences, kept, save_failure
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,3 +153,13 @@ def test_pages_with_many_ranks_say_what_few_cores_need():
         ranks = [int(n) for n in re.findall(r"mpirun -n (\d+) (?:mpidist train|python )", text)]
         if max(ranks, default=0) > 2:
             assert "--map-by :oversubscribe" in text, page
+
+
+def test_a_failed_save_has_its_step_once():
+    """Also if the step is not known, as for a save that the program has begun before the run."""
+    store = SimpleNamespace(path="runs/a")
+    full = OSError("disk full")
+    assert save_failure(full, 5, store) == "save of step 5 to runs/a: disk full"
+    assert save_failure(full, None, store) == "save to runs/a: disk full"
+    told = "save of step 3 to runs/a: rank 1: disk full"
+    assert save_failure(OSError(told), None, store) == told
