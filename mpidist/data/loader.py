@@ -69,7 +69,8 @@ class Loading:
     starved_after : float
         How many seconds to wait for a batch before the run saves a checkpoint and prints a message.
         The run then waits again for the batch, each time twice as long, but at most 5 minutes. The
-        option `starved_after` has an effect only if a thread reads ahead.
+        option `starved_after` has an effect only if a thread reads ahead. ``math.inf`` means that
+        the run waits without a checkpoint and without a message.
     finite : bool
         Whether a sample with a NaN or an infinity counts as a bad record, which is skipped. Set
         `finite` to False for models that can use such numbers.
@@ -172,7 +173,7 @@ class Loader:
         deadline = time.monotonic() + self._patience
         while True:
             left = max(0.0, deadline - time.monotonic())
-            entry = self._pop(left if meanwhile is None else min(left, _LOOK))
+            entry = self._pop(min(left, _PATIENCE if meanwhile is None else _LOOK))
             if entry is not None:
                 if np.array_equal(entry.indices, indices):
                     return entry

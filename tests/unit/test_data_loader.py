@@ -1,5 +1,6 @@
 """Reading ahead keeps the order of samples, limits memory, and waits for late data (R44, R130)."""
 
+import math
 import os
 import subprocess
 import threading
@@ -246,6 +247,14 @@ def test_bandwidth_that_was_not_used(monkeypatch):
         for indices in batches(100, 100):
             loader.take(indices)
     assert clock.now == pytest.approx(10.0 + 900 * 64 / 25_600.0 - 1.0)
+
+
+def test_a_wait_without_end():
+    source = Watched(X)
+    source.gate.clear()
+    threading.Timer(0.05, source.gate.set).start()
+    with Loader(source, lambda: batches(10), Loading(True, None, math.inf)) as loader:
+        assert len(loader.take(np.arange(10)).kept) == 10
 
 
 def test_where_a_thread_helps():
