@@ -112,7 +112,8 @@ def agree_on_settings(comm, given: Mapping[str, Any]) -> TrainSettings:
     if given["test_data"] is not None and not getattr(found.strategy, "in_parts", False):
 
         def predict() -> None:
-            check_test_data(given["model"], given["test_data"])
+            if comm.rank in getattr(found.strategy, "worker_ranks", range)(comm.size):
+                check_test_data(given["model"], given["test_data"])
 
         run_on_all(comm, "md.train: test_data", predict)
     watch_it = given["watch_seconds"] and comm.size > 1 and not watched

@@ -84,3 +84,26 @@ def test_predictions_that_are_no_class_scores_are_refused_before_the_training(co
         assert model.steps == 0
     assert md.train(comm, Line(), data, **settings).test_accuracy is None
     assert md.train(comm, Line(3), data, test_data=data, **settings).test_accuracy >= 0
+
+
+class Here(md.data.ArraySource):
+    """Test data that only the workers can read."""
+
+    def __init__(self, comm, servers, *arrays):
+        super().__init__(*arrays)
+        self.absent = comm.rank in servers
+
+    def take(self, indices):
+        assert not self.absent, "read on a server"
+        return super().take(indices)
+
+
+@pytest.mark.ranks(3)
+def test_servers_that_do_not_work_read_no_test_data(comm):
+    strategy = md.ParameterServer(servers=[0, 2], placement=[0])
+    test_data = Here(comm, [0], INPUTS[:32], LABELS[:32])
+    result = md.train(
+        comm, md.models.mlp([12, 16, 3], seed=7), (INPUTS[:32], LABELS[:32]), test_data=test_data,
+        optimizer=md.optim.sgd(0.1), global_batch=16, steps=2, strategy=strategy,
+    )  # fmt: skip
+    assert 0 <= result.test_accuracy <= 1

@@ -117,9 +117,13 @@ class ParameterServer:
 
     def workers(self, size: int) -> int:
         """Return how many of `size` ranks compute gradients; raise ConfigError if none does."""
+        return len(self.worker_ranks(size))
+
+    def worker_ranks(self, size: int) -> list[int]:
+        """Return which of `size` ranks compute gradients; raise ConfigError if none does."""
         servers, workers = choose_ranks(size, ranks_asked(self.servers), self.placement)
         check_copies(self.replicas, len(servers))
-        return len(workers)
+        return workers
 
     def open(self, comm, model, optimizer, *, global_batch: int, seed: int, kept=None):
         """Return the object that exchanges the gradients in one run. Collective over `comm`.
