@@ -43,7 +43,7 @@ def allgather(comm, x, *, counts=None, out=None, algorithm="auto"):
     """
     context = of(comm)
     with context.call("allgather"):
-        x = as_array(x)
+        x = as_array(x, written=False)
         name = algorithms.chosen(algorithm, False, algorithms.ALLGATHER, "allgather")
         rows, width = rows_of(x)
         check_out(out, x.dtype)

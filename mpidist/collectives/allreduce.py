@@ -339,7 +339,7 @@ def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> Plan:
 
 def _target(x, out):
     """Return the array to reduce in place: `x`, or `out` after `x` has been copied into it."""
-    x = as_array(x)
+    x = as_array(x, written=out is None)
     if out is None:
         if not is_writable(x):
             raise ConfigError(

@@ -36,7 +36,8 @@ def broadcast(comm, x, *, root=0, algorithm="auto"):
     Raises
     ------
     ConfigError
-        For an unknown algorithm, a root that is not a rank, a read-only array.
+        For an unknown algorithm, a root that is not a rank, a read-only array on another rank than
+        the root.
     MismatchError
         On all ranks, if they differ in shape, dtype, root or order of calls.
     """
@@ -45,7 +46,7 @@ def broadcast(comm, x, *, root=0, algorithm="auto"):
         x = as_array(x)
         name = algorithms.chosen(algorithm, False, algorithms.BROADCAST, "broadcast")
         root = check_root(root, comm.size)
-        if not is_writable(x):
+        if comm.rank != root and not is_writable(x):
             raise ConfigError(
                 f"array x of shape {x.shape} is read-only; broadcast writes it in place"
             )
@@ -63,6 +64,6 @@ def broadcast(comm, x, *, root=0, algorithm="auto"):
         else:
             build = algorithms.BROADCAST[name]
             prepared(context, signature, build, work.size, work.dtype, root=root).run(work)
-        if not (x.flags.c_contiguous and mpi_direct(x)):
+        if comm.rank != root and not (x.flags.c_contiguous and mpi_direct(x)):
             copy_into(x, work.reshape(x.shape))
         return x

@@ -61,7 +61,7 @@ def broadcast_parameters(comm, params, *, root=0):
         check_root(root, comm.size)
         found, problem = named_arrays(params)
         for name, x in found:
-            if not is_writable(x):
+            if comm.rank != root and not is_writable(x):
                 problem = f"{name!r} is read-only; pass a writable array, such as numpy.array(x)"
         if problem:
             raise ConfigError(problem)

@@ -32,7 +32,7 @@ def gather(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
     """
     context = of(comm)
     with context.call("gather"):
-        x = as_array(x)
+        x = as_array(x, written=False)
         name = algorithms.chosen(algorithm, False, algorithms.GATHER, "gather")
         root = check_root(root, comm.size)
         rows, width = rows_of(x)

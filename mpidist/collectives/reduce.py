@@ -53,7 +53,7 @@ def reduce(
     """
     context = of(comm)
     with context.call("reduce"):
-        x = as_array(x)
+        x = as_array(x, written=False)
         name = algorithms.chosen(algorithm, reproducible, algorithms.REDUCE, "reduce")
         root = check_root(root, comm.size)
         op = known(op)

@@ -56,7 +56,7 @@ def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"
     """
     context = of(comm)
     with context.call("reduce_scatter"):
-        x = as_array(x)
+        x = as_array(x, written=False)
         name = algorithms.chosen(algorithm, False, algorithms.REDUCE_SCATTER, "reduce_scatter")
         rows, width = rows_of(x)
         lengths = check_counts(counts, rows, comm.size)

@@ -108,7 +108,7 @@ def _announce(context: Context, signature: Signature, x, counts, root: int):
     problem = None
     if context.rank == root:
         try:
-            x = as_array(x)
+            x = as_array(x, written=False)
             rows, _ = rows_of(x)
             element_name(x.dtype)
             code = x.dtype.name if x.dtype.name in _CODES else x.dtype.char

@@ -201,6 +201,45 @@ def test_references_do_not_travel(comm):
         md.allreduce(comm, x, np.add)
 
 
+#: Collectives that only read their array, with their algorithms.
+READERS = [
+    (md.reduce, "tree direct ordered native"),
+    (md.gather, "direct native"),
+    (md.allgather, "ring direct native"),
+    (md.scatter, "direct native"),
+    (md.reduce_scatter, "ring direct native"),
+    (lambda *args, **named: md.allreduce(*args, out=np.empty((5, 2)), **named), "ring native"),
+    (lambda *args, **named: md.iallreduce(*args, out=np.empty((5, 2)), **named).wait(), "ring"),
+]
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize(("call", "names"), READERS)
+def test_what_is_only_read_may_be_read_only(comm, call, names):
+    """And the error for a list does not say that the result is written into it."""
+    x = np.arange(10.0).reshape(5, 2) + comm.rank
+    fixed = x.copy()
+    fixed.flags.writeable = False
+    for name in names.split():
+        expected = call(comm, x.copy(), algorithm=name)
+        np.testing.assert_array_equal(call(comm, fixed, algorithm=name), expected)
+    assert (fixed == x).all()
+    with pytest.raises(ConfigError, match=r"got list; wrap it: numpy.asarray\(x\)$"):
+        call(comm, [1.0])
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_the_root_of_a_broadcast_may_be_read_only(comm, order):
+    values = np.arange(6.0).reshape(2, 3)
+    for name in ("tree", "direct", "native"):
+        x = np.array(values + comm.rank, order=order)
+        x.flags.writeable = comm.rank > 0
+        np.testing.assert_array_equal(md.broadcast(comm, x, algorithm=name), values)
+    y = np.ones(3)  # a second array, so that both are packed
+    md.broadcast_parameters(comm, {"x": x, "y": y})
+
+
 @pytest.mark.ranks(2)
 def test_bad_input(comm):
     x = np.zeros((4, 2))
