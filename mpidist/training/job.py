@@ -137,19 +137,21 @@ _WHOLE = (
 def read_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
     """Read a job file, and then replace values by the ``key=value`` texts in `settings`.
 
-    Raises ConfigError for a missing file, for text that is not TOML, for unknown keys, and for
-    values of the wrong kind. For an unknown key, the error names the most similar known key.
+    Raises ConfigError for a file that cannot be read, for text that is not TOML, for unknown keys,
+    and for values of the wrong kind. For an unknown key, the error names the most similar known
+    key.
     """
     path = Path(path)
-    if not path.is_file():
-        cure = "give the path of a TOML file, e.g. jobs/digits.toml"
-        raise ConfigError(f"no job file {path}; {cure}")
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        cure = "give the path of a TOML file, e.g. jobs/digits.toml"
+        raise ConfigError(f"cannot read the job {path}: {error.strerror}; {cure}") from None
+    except (ValueError, RecursionError) as error:
         # ValueError is raised for text that is not TOML or UTF-8, and for integers of more than
         # 4,300 digits, and RecursionError for arrays of many levels.
-        raise ConfigError(f"{path} is not TOML: {error}") from None
+        kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "TOML"
+        raise ConfigError(f"{path} is not {kind}: {error}") from None
     # The keys `name` are applied first. If the command line gives a table another name than the
     # file does, the table's other settings in the file belong to the old name and are dropped.
     for text in sorted(settings, key=lambda text: not text.partition("=")[0].endswith(".name")):

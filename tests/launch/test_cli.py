@@ -34,7 +34,7 @@ BEFORE_MPI = {
     ),
     "unknown key": (["job.toml", "--set", "epohcs=3"], ["'epohcs'", "did you mean 'epochs'?"]),
     "unknown setting": (["job.toml", "--set", "optimizer.lrr=3"], ["'lrr'", "mean 'lr'?"]),
-    "no job file": (["jbo.toml"], ["no job file jbo.toml", "give the path"]),
+    "no job file": (["jbo.toml"], ["cannot read the job jbo.toml: No such file", "give the path"]),
     "no data file": (
         ["job.toml", "--set", 'data={name="idx", images_path="a", labels_path="b"}'],
         ["no such file: a"],
@@ -157,7 +157,7 @@ def test_bad_input_on_one_host_alone(folder, rank, words):
     """R97: the others would wait in MPI_Init for ever, or be ended without a word."""
     lacks = f'[ "$OMPI_COMM_WORLD_RANK$PMI_RANK" = {rank} ] && cd /; exec "$@"'
     command = ["sh", "-c", lacks, "sh", *MPIDIST, "train", "job.toml"]
-    told_once(launch(2, command, cwd=folder), [*words, "no job file job.toml"])
+    told_once(launch(2, command, cwd=folder), [*words, "cannot read the job job.toml: No such"])
 
 
 def test_checkpoint_of_another_model(folder, launches):

@@ -75,7 +75,7 @@ def test_a_measured_profile_can_be_cut(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["nothing.toml"], "no job file nothing.toml"),
+        (["nothing.toml"], "cannot read the job nothing.toml: No such file"),
         (["job.toml", "--repeats", "0"], "--repeats is 0"),
         (["job.toml", "--out", "no/such/folder.txt"], "No such file"),
         (["job.toml", "--set", "microbatches=0"], "microbatches=0"),
