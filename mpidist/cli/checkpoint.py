@@ -51,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
         if args.action != "list":
             which(args.step, args.history)
         return _ACTIONS[args.action](args)
+    except BrokenPipeError:  # of stdout
+        raise
     except (MpidistError, OSError) as error:
         text = " ".join(str(error).split())
         inner = Path(args.path, "checkpoints")  # the store in the results of `mpidist train`

@@ -36,6 +36,10 @@ COMMANDS = {
 HOLD_BACK, HOLD_BACK_LONG = 3.0, 10.0
 
 
+#: The exit code if the reader of the output has gone: as if SIGPIPE had ended the command.
+BROKEN_PIPE = 128 + 13
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that raises ConfigError for invalid arguments, instead of exiting."""
 
@@ -50,13 +54,23 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        return _run(argv)
-    except MpidistError as error:
-        return _report(error)
+        try:
+            return _run(argv)
+        except MpidistError as error:
+            return _report(error)
+        finally:
+            try:
+                print(end="", flush=True)
+            except OSError as error:
+                if isinstance(error, BrokenPipeError):
+                    raise  # other errors, such as a full disk, are reported at the end by Python
     except BrokenPipeError:
-        # The reader has closed the pipe, as in `mpidist checkpoint list | head`.
+        # The reader has closed the pipe, as in `mpidist checkpoint list | head`. The command may
+        # not have done all its work.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        if _is_one_of_several():  # the others may wait for this rank: the exception hook ends them
+            raise ConfigError("the reader of the output has ended before the job") from None
+        return BROKEN_PIPE
 
 
 def _run(argv: list[str]) -> int:
@@ -130,6 +144,15 @@ def _report(error: MpidistError) -> int:
     return error.exit_code
 
 
+def _is_one_of_several() -> bool:
+    """Return whether this process is a rank of several in a job whose MPI has begun."""
+    if "mpi4py.MPI" not in sys.modules:
+        return False
+    from mpi4py import MPI
+
+    return MPI.Is_initialized() and MPI.COMM_WORLD.size > 1
+
+
 def _met(error: MpidistError, text: str, claim) -> bool:
     """Report `error` to ranks that wait in MPI_Init; return whether all ranks will end the job.
 
@@ -142,9 +165,7 @@ def _met(error: MpidistError, text: str, claim) -> bool:
     from ..launch import start_checks
 
     if "mpi4py.MPI" in sys.modules:
-        from mpi4py import MPI
-
-        return MPI.Is_initialized() and MPI.COMM_WORLD.size > 1
+        return _is_one_of_several()
     if not error.awaited or claim is None or claim.size == 1:
         return False
     try:

@@ -51,7 +51,7 @@ def add_parser(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, and return 0. Collective over all ranks of the launch."""
+    """Train, and return the exit code. Collective over all ranks of the launch."""
     # A signal that asks for a stop while the run starts stays pending until `md.guard` handles it.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     heartbeat.join()
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         if parts is None:  # only MPI can tell which rank of each node must fetch the data
             job.data = remote.brought_here(comm, job.data)
             parts = build_run(job, comm.size)
-        _train(comm, job, parts, args, path, fresh)
+        return _train(comm, job, parts, args, path, fresh)
     except MpidistError as error:
         if comm.size == 1:
             raise
@@ -118,7 +118,7 @@ def beginning(environ: Mapping[str, str]) -> bool | str:
     return True
 
 
-def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
+def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> int:
     from ..checkpoint import early_lock
     from ..checkpoint.memory_copies import open_with_copies
     from ..checkpoint.store import CheckpointStore
@@ -202,10 +202,11 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
             if reporter.speaks and events.VERBOSITY and not hand_over.handed:
                 say_last(f"mpidist: go on with: {_again(args, comm.size, crowded)}")
             raise
-    if reporter.speaks:
-        # A run that `stop_after` has ended would do nothing more if it were started with it again.
-        args.settings = [each for each in args.settings if summary.finished or not _stops(each)]
-        _report(job, summary, _again(args, comm.size, crowded))
+    if not reporter.speaks:
+        return 0
+    # A run that `stop_after` has ended would do nothing more if it were started with it again.
+    args.settings = [each for each in args.settings if summary.finished or not _stops(each)]
+    return _report(job, summary, _again(args, comm.size, crowded))
 
 
 def _model_bytes(parts) -> int:
@@ -261,9 +262,10 @@ def _stops(setting: str) -> bool:
     return setting.partition("=")[0].strip() == "stop_after"
 
 
-def _report(job, summary, again: str) -> None:
+def _report(job, summary, again: str) -> int:
+    """Write and print the summary; return the exit code. No error: the other ranks are done."""
     if summary.resumed_at == summary.steps and _is_told(job, summary):
-        return  # the run was finished before, and a line at its start has said so
+        return 0  # the run was finished before, and a line at its start has said so
     facts = summary.as_dict()
     text = json.dumps(facts, indent=2)
     partial, whole = job.folder / "summary.json.part", job.folder / "summary.json"
@@ -271,10 +273,11 @@ def _report(job, summary, again: str) -> None:
         partial.write_text(text + "\n", encoding="utf-8")
         partial.replace(whole)
     except OSError as error:
-        raise StorageError(
-            f"the state of the run is saved, but {whole} cannot be written: {error.strerror}; the "
-            "same command writes it"
-        ) from None
+        _note(
+            f"error: the state of the run is saved, but {whole} cannot be written: "
+            f"{error.strerror}; the same command writes it"
+        )
+        return StorageError.exit_code
     done = "done" if summary.finished else f"stopped as planned after {summary.steps} steps"
     said = [f"{summary.epochs} epoch{'' if summary.epochs == 1 else 's'}"]
     if facts["train_loss"] is not None:
@@ -307,6 +310,7 @@ def _report(job, summary, again: str) -> None:
             parts += f", {', '.join(found['split'])} split over {found['split_ranks']} ranks"
         print(f"{parts}: ranks were idle {found['bubble']:.1%}{beside}")
     print(f"results in {job.folder}; to repeat or resume the run: {again}", flush=True)
+    return 0
 
 
 def _is_told(job, summary) -> bool:

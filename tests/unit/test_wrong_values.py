@@ -1,11 +1,15 @@
 """A value of a wrong type, in a job file or on the command line, is an error of one line."""
 
+import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mpidist import data, optim
+from mpidist.cli import bench, train
 from mpidist.cli.main import main
 from mpidist.errors import ConfigError
 from mpidist.supervisor.requests import Requests
@@ -71,6 +75,45 @@ def test_toml_that_python_refuses(text, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("folder", "cannot read the job .*folder: Is a directory; give"),
+        ("latin-1.toml", "latin-1.toml is not UTF-8: 'utf-8' codec can't decode byte 0xe9"),
+    ],
+)
+def test_job_files_that_cannot_be_read(name, told, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "latin-1.toml").write_bytes(b'out = "\xe9t\xe9"')
+    with pytest.raises(ConfigError, match=told):
+        job.read_job(tmp_path / name)
+
+
+def test_the_file_for_the_rows_of_one_process_is_checked_once(tmp_path, monkeypatch):
+    checked, rows = [], str(tmp_path / "rows")
+    monkeypatch.setattr(bench, "start_ranks", lambda _: SimpleNamespace(rank=0, size=1))
+    monkeypatch.setattr(bench.binding, "check_binding", lambda *_: None)
+    monkeypatch.setattr(bench.step, "run", lambda *_: [])
+    monkeypatch.setattr(bench, "_check_file", checked.append)
+    assert main(["bench", "step", "--json", rows]) == 0
+    assert checked == [rows]
+
+
+@pytest.mark.parametrize("buffering", [1, -1])
+@pytest.mark.parametrize("words", ["--help", "checkpoint list .", "pipeline show 1f1b"])
+def test_the_reader_of_the_output_has_gone(words, buffering, capsys, tmp_path, monkeypatch):
+    """As in `mpidist ... | head`: the exit code of SIGPIPE, because not all was done."""
+    (tmp_path / "step-000000000001").mkdir()
+    (tmp_path / "step-000000000001/MANIFEST.json").touch()
+    monkeypatch.chdir(tmp_path)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering) as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(words.split()) == 141
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
     ("words", "told"),
     [
         ("launch -n 1 --heartbeat -1 -- true", "--heartbeat -1; expected seconds, above 0"),
@@ -106,6 +149,7 @@ def test_values_of_options(words, told, capsys, tmp_path, monkeypatch):
     [
         ["launch", "-n", "1", "--launcher", "mpirun '", "--", "true"],
         ["launch", "-n", "1", "--hosts-from", "it's", "--", "true"],
+        ["launch", "-n", "1", "--notice", "test -e 'file", "--", "true"],
         ["bench", "allreduce", "--advise", "--launcher", "mpirun '"],
     ],
 )
@@ -116,6 +160,15 @@ def test_commands_with_an_open_quotation(words, capsys, tmp_path, monkeypatch):
     assert "No closing quotation" in error
     assert error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_summary_that_cannot_be_written(tmp_path, capsys):
+    """Only the first rank writes it, so this is an exit code, and no error that ends all ranks."""
+    (tmp_path / "summary.json").mkdir()
+    summary = SimpleNamespace(resumed_at=0, steps=1, as_dict=dict)
+    assert train._report(SimpleNamespace(folder=tmp_path), summary, "again") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mpidist: error: the state of the run is saved, but ")
 
 
 def test_a_notice_may_be_any_file(tmp_path):
