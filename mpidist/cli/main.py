@@ -36,10 +36,6 @@ COMMANDS = {
 HOLD_BACK, HOLD_BACK_LONG = 3.0, 10.0
 
 
-#: The exit code if the reader of the output has gone: as if SIGPIPE had ended the command.
-BROKEN_PIPE = 128 + 13
-
-
 class _Parser(argparse.ArgumentParser):
     """A parser that raises ConfigError for invalid arguments, instead of exiting."""
 
@@ -70,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if _is_one_of_several():  # the others may wait for this rank: the exception hook ends them
             raise ConfigError("the reader of the output has ended before the job") from None
-        return BROKEN_PIPE
+        return 141  # as for a program that SIGPIPE has ended
 
 
 def _run(argv: list[str]) -> int:
