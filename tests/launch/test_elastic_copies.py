@@ -41,9 +41,10 @@ MOMENTS = {
 @pytest.mark.parametrize(
     "moment",
     tiers(MOMENTS, "after an update", "the first update", "after a vote", "after some answers",
-          "when it has an update", "all colocated", "with a worker", "in the goodbye",
-          "a second one later", "a second one in the repair", "a second one when it has all",
-          "a second one that serves again", "a worker in the repair"),
+          "when it has an update", "in a save", "rank 0, colocated", "all colocated",
+          "with a worker", "in the goodbye", "under SSP(0)", "a second one later",
+          "a second one in the repair", "a second one when it has all",
+          "a second one that serves again", "a worker in the repair", "a worker alone"),
 )  # fmt: skip
 def test_a_server_with_a_copy_dies(tmp_path, moment):
     """BSP: each sample counts once and each step is done once, as in an undisturbed run."""
@@ -74,18 +75,14 @@ ASYNCHRONOUS = {
 }  # fmt: skip
 
 
-#: What is played with both modes in `make test-all` only.
-ONE_MODE = [
-    ("when it has forwarded", "ssp"),
-    ("when it has an acknowledgement", "asp"), ("a second one before it sends", "ssp"),
-    ("colocated", "asp"),
-]  # fmt: skip
+#: Those of `make test`; the others are played in `make test-all`.
+FIRST = [("when it has forwarded", "ssp"), ("when it has an acknowledgement", "asp")]
 BOTH_MODES = [(moment, mode) for moment in ASYNCHRONOUS for mode in ("asp", "ssp")]
 
 
 @with_ulfm
 @pytest.mark.parametrize(
-    ("moment", "mode"), [each if each in ONE_MODE else exhaustive(*each) for each in BOTH_MODES]
+    ("moment", "mode"), [each if each in FIRST else exhaustive(*each) for each in BOTH_MODES]
 )
 def test_no_push_counts_twice(tmp_path, moment, mode):
     """A push that a server has not answered is sent again to those who lack it; none is lost."""
@@ -125,6 +122,7 @@ def test_a_server_dies_with_its_copy(tmp_path, moment):
 
 
 @with_ulfm
+@pytest.mark.exhaustive
 def test_a_spare_steps_in_as_a_worker(tmp_path):
     found = train(tmp_path, 6, "4:8:applied", servers=2, replicas=1, spares=1)
     found[0].check()

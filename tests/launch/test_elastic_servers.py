@@ -66,8 +66,8 @@ WORKERS = {
 @with_ulfm
 @pytest.mark.parametrize(
     "moment",
-    tiers(WORKERS, "the first gradients", "rank 0, the last step", "one after the other",
-          "with SSP(0)"),
+    tiers(WORKERS, "the first gradients", "a wait", "rank 0, the last step", "one after the other",
+          "a save", "with SSP(0)"),
 )  # fmt: skip
 def test_a_worker_dies(tmp_path, moment):
     """BSP: each sample counts once in each epoch, as in an undisturbed run."""
@@ -115,7 +115,9 @@ STOPS = {
 
 
 @with_ulfm
-@pytest.mark.parametrize("moment", tiers(STOPS, "in the last step", "in the last step, twice"))
+@pytest.mark.parametrize(
+    "moment", tiers(STOPS, "in the last step", "in the last step, twice", "the one that was asked")
+)
 def test_a_death_while_the_run_stops(tmp_path, moment):
     """The run stops after a whole step, and what it has saved goes on without a lost sample."""
     deaths, asked = STOPS[moment]
@@ -161,8 +163,10 @@ SERVERS = {
 
 @with_ulfm
 @pytest.mark.parametrize(
-    "moment", tiers(SERVERS, "after an update", "after a vote", "in the goodbye")
-)
+    "moment",
+    tiers(SERVERS, "after an update", "after a vote", "after an answer", "with a worker",
+          "in the goodbye", "under SSP"),
+)  # fmt: skip
 def test_a_server_dies(tmp_path, moment):
     """All ranks go back to the newest checkpoint, and no sample is lost or counted twice."""
     ranks, deaths, settings, living, workers = SERVERS[moment]
@@ -179,9 +183,9 @@ def test_a_server_dies(tmp_path, moment):
     ("deaths", "settings", "text"),
     [
         ("3:8:applied", {}, "died, and with it the partitions it served; give checkpoint="),
-        ("3:3:applied", {"save": True}, "saved has no checkpoint yet"),
+        exhaustive("3:3:applied", {"save": True}, "saved has no checkpoint yet"),
         ("0:5:done,1:5:done,2:5:done", {}, "all workers died; a run with parameter servers needs"),
-        ("0:5:done,1:5:done", {"spares": 1}, "and the spares do not have their state"),
+        exhaustive("0:5:done,1:5:done", {"spares": 1}, "and the spares do not have their state"),
     ],
 )
 def test_what_cannot_go_on_says_what_is_lost(tmp_path, deaths, settings, text):

@@ -31,7 +31,8 @@ MOMENTS = {
 @with_ulfm
 @pytest.mark.parametrize(
     "moment",
-    tiers(MOMENTS, "before, a server", "at the beginning, a server", "when it has all",
+    tiers(MOMENTS, "before, a server", "at the beginning, a server", "before it sends",
+          "when it has all", "when all have all", "when one rank knows",
           "when one rank knows, colocated", "after, a server", "a worker"),
 )  # fmt: skip
 def test_a_rank_dies_while_shares_change(tmp_path, moment):
@@ -61,9 +62,8 @@ def test_the_same_where_pushes_are_applied_at_once(tmp_path, moment, mode):
 
 
 @with_ulfm
-@pytest.mark.parametrize(
-    "moment", [exhaustive("1:2:dividing"), "0:1:telling", exhaustive("2:2:telling")]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("moment", ["1:2:dividing", "0:1:telling", "2:2:telling"])
 def test_a_worker_dies_and_there_are_no_copies(tmp_path, moment):
     found = train(tmp_path, 5, moment, shares=[[3, 1], [4, 3]], every=4)
     living = [rank for rank in range(5) if rank != int(moment[0])]
