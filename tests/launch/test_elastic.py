@@ -67,7 +67,10 @@ CASES = {
 
 
 @with_ulfm
-@pytest.mark.parametrize("case", tiers(CASES, "auto 2 MB", "butterfly", "two_hop", "native short"))
+@pytest.mark.parametrize(
+    "case",
+    tiers(CASES, "auto 8 KB", "auto 2 MB", "butterfly", "two_hop", "single_copy", "native short"),
+)
 def test_a_rank_dies_in_each_algorithm(tmp_path, case):
     """R77: the tree, ring or barrier is made again from the living ranks; right bits."""
     done = check(elastic(4, "with", tmp_path, *CASES[case], deaths="2:6:in"), [0, 1, 3], 1)
@@ -83,7 +86,7 @@ def test_a_rank_dies_in_each_algorithm(tmp_path, case):
         pytest.param("0:0:before", [1, 2, 3], id="first step"),
         exhaustive("3:11:stuck", [0, 1, 2], id="last step"),
         exhaustive("1:3:before,2:3:before", [0, 3], id="two at once"),
-        pytest.param("1:3:in,2:4:before,3:9:stuck", [0], id="all but one"),
+        exhaustive("1:3:in,2:4:before,3:9:stuck", [0], id="all but one"),
         pytest.param("1:3:in,2:-1:resize", [0, 3], id="in the repair"),
         pytest.param("1:12:after", [0, 2, 3], id="at the end"),
     ],
@@ -242,7 +245,7 @@ def gradients(workers, step):
     [
         ("early", 1, "md.elastic: the end of the steps before"),
         ("later", 1, "ValueError: bad sample"),
-        ("exits", 1, "rank 1 left after"),
+        exhaustive("exits", 1, "rank 1 left after"),
         ("lazy", 1, "a differs: rank 0: float64 (1000,), rank 1: nothing"),
     ],
 )
@@ -260,6 +263,7 @@ def test_a_communicator_with_a_topology(tmp_path):
 
 
 @with_ulfm
+@pytest.mark.exhaustive
 def test_deaths_while_the_others_make_a_communicator(tmp_path):
     """The second shrink does not wait for the communicator that was broken off."""
     found = elastic(4, "duplicates", tmp_path, deaths="3:1:stuck,2:3:stuck")

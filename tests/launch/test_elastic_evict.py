@@ -73,10 +73,12 @@ def test_the_others_wait_in_a_call_of_mpi():
     assert re.search(r"did not come for 1.\d s and is evicted at step 7", line), line
 
 
+@pytest.mark.exhaustive
 def test_a_function_that_begins_again():
     check(evict(3, "function", "1", "1:5:stop"), [0, 2], 1, 1)
 
 
+@pytest.mark.exhaustive
 def test_spares():
     """A spare always waits, but nobody is late for it; and it steps in for an evicted rank."""
     done = evict(3, "function", "1", "0:5:0.7,1:5:1.3", SPARES="1")
@@ -92,6 +94,7 @@ def test_a_rank_is_stopped_while_the_others_meet_after_a_death():
     assert re.match(r"mpidist: rank 1 of 4 on \S+ died, rank 2 of 4 on \S+ was stopped", lines[0])
 
 
+@pytest.mark.exhaustive
 def test_a_rank_is_stopped_while_the_others_shrink():
     """Their main threads are inside MPI, so a thread of the lowest rank kills it."""
     check(evict(4, "shrink", "stopped", "1:5:die"), [0, 3], 2, 1)
@@ -103,7 +106,8 @@ def test_the_whole_job_is_stopped_and_continued():
 
 
 @pytest.mark.parametrize(
-    ("deadline", "fate"), [("1", "save"), ("stopped", "long")], ids=["phase", "stopped"]
+    ("deadline", "fate"),
+    [pytest.param("1", "save", id="phase"), exhaustive("stopped", "long", id="stopped")],
 )
 def test_a_rank_that_may_take_long(deadline, fate):
     """In a save, and in a long step if no number was given."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from supervised_jobs import finish, supervised
-from tiers import tiers
+from tiers import exhaustive, tiers
 
 from mpidist.elasticity import ulfm_trial
 from mpidist.errors import ConfigError
@@ -62,7 +62,7 @@ CASES = {
 
 
 @with_ulfm
-@pytest.mark.parametrize("mode", tiers(CASES, "few"))
+@pytest.mark.parametrize("mode", tiers(CASES, "early", "few"))
 def test_an_attempt_that_cannot_go_on_is_followed_by_another(tmp_path, mode):
     """R140: killed all at once, hung in the repair, dead before it had begun, too few."""
     done, lines = elastic(tmp_path, mode, "--max-restarts", "1")
@@ -89,6 +89,7 @@ def test_the_next_attempt_begins_from_memory(tmp_path):
 
 
 @with_ulfm
+@pytest.mark.exhaustive
 def test_a_stopped_rank_is_killed_and_the_others_go_on(tmp_path):
     done, lines = elastic(tmp_path, "stopped", "--heartbeat", "3", "--max-restarts", "0")
     assert done.stdout.splitlines() == ["attempt 0: 2 of 3 ranks, right"] * 2
@@ -96,7 +97,7 @@ def test_a_stopped_rank_is_killed_and_the_others_go_on(tmp_path):
 
 
 @with_ulfm
-@pytest.mark.parametrize(("mode", "code"), [("raises", 1), ("code", 75)])
+@pytest.mark.parametrize(("mode", "code"), [("raises", 1), exhaustive("code", 75)])
 def test_the_exit_code_is_that_of_the_living(tmp_path, mode, code):
     done, lines = elastic(tmp_path, mode, "--max-restarts", "0", code=code)
     assert f"exit code {code} at step {5 if code == 1 else 10}" in lines[0]

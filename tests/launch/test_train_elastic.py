@@ -61,8 +61,10 @@ def undisturbed(tmp_path_factory):
 
 @with_ulfm
 @pytest.mark.parametrize(
-    "moment", tiers(MOMENTS, "a done step", "two at once", "when times are compared")
-)
+    "moment",
+    tiers(MOMENTS, "a done step", "the last step", "two at once", "one after the other",
+          "when times are compared"),
+)  # fmt: skip
 def test_the_bits_are_those_of_an_undisturbed_run(tmp_path, undisturbed, moment):
     """R46, R140: parameters, loss, accuracy and the model's state, whoever dies whenever."""
     deaths, living = MOMENTS[moment]
@@ -106,7 +108,7 @@ RAISES = {
 
 
 @with_ulfm
-@pytest.mark.parametrize("case", RAISES)
+@pytest.mark.parametrize("case", tiers(RAISES, "too few are left"))
 def test_an_exception_that_ends_the_job(tmp_path, case):
     """A mistake in the program or in the data must not kill rank after rank."""
     who, settings = RAISES[case]  # the ranks, and how many are evicted before they raise in step 6
@@ -121,7 +123,7 @@ def test_an_exception_that_ends_the_job(tmp_path, case):
 @with_ulfm
 @pytest.mark.parametrize(
     "deaths",
-    [exhaustive(""), exhaustive("1:6:computed"), "3:6:by rank 0", "0:4:done,2:9:computed"],
+    [*map(exhaustive, ["", "1:6:computed", "3:6:by rank 0"]), "0:4:done,2:9:computed"],
 )
 def test_spares_keep_the_number_of_ranks(tmp_path, undisturbed, deaths):
     """R48: a spare steps in, also for rank 0; a spare that does not gets the same summary."""
@@ -175,7 +177,8 @@ def test_a_request_to_stop_is_not_lost(tmp_path):
 
 
 @with_ulfm
-@pytest.mark.parametrize("deaths", [exhaustive(""), "2:6:done"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("deaths", ["", "2:6:done"])
 def test_a_request_to_stop_reaches_a_spare(tmp_path, deaths):
     """R48: the spare, which may have stepped in, leaves with the others and their code."""
     done, told = train(tmp_path, 4, deaths, microbatches=12, save=True, stop=[1, 6], spares=1)

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from test_elastic import launch_with_ulfm, with_ulfm
 from test_train_elastic import check, train
 
@@ -34,6 +35,7 @@ def test_a_death_after_the_last_meeting_does_not_hang(tmp_path):
 
 
 @with_ulfm
+@pytest.mark.exhaustive
 def test_a_spare_leaves_when_the_others_have_caught_an_error(tmp_path):
     """R48: and end their program with exit code 0."""
     raises = [[1, 6, "done", 0]]
