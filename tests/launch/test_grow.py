@@ -109,7 +109,9 @@ def test_an_old_rank_is_killed(tmp_path, undisturbed):
     assert facts["resumed_at"] in {25, newest - 25, newest} - {0}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, exhaustive(signal.SIGINT), signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, exhaustive(signal.SIGINT), exhaustive(signal.SIGKILL)]
+)
 def test_a_stop_while_ranks_get_ready(tmp_path, undisturbed, number):
     """Both attempts end, and the run is continued by the next command."""
     job = begin(tmp_path, fault=HELD)
@@ -135,6 +137,7 @@ def heartbeat_pids(folder):
     return [s.pid for s in signs if heartbeat.born(s.pid) == str(s.born)]
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_ends_first(tmp_path, undisturbed):
     """The new ranks are not needed any more."""
     fault = "sleep@step,ms=20,attempt=0;sleep@start,ms=20000,attempt=1"

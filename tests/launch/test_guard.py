@@ -6,6 +6,7 @@ import signal
 import sys
 
 import pytest
+from tiers import exhaustive
 from until import wait_until
 
 from mpidist.launch.launchers import start
@@ -135,8 +136,11 @@ def scenes(program):
 
 
 @pytest.mark.parametrize(
-    ("scene", "name"), [(name, name) for name in list(SIGNALS)[:3]], indirect=["scene"]
-)
+    ("scene", "name"),
+    [("one rank", "one rank"), exhaustive("all ranks", "all ranks"),
+     ("in a reduction", "in a reduction")],
+    indirect=["scene"],
+)  # fmt: skip
 def test_signal_stops_all_ranks_at_one_step(scene, name):
     """R47: any rank's signal; all save the same step, and leave with the code for requeueing."""
     result, folder = scene

@@ -25,6 +25,7 @@ from supervised_jobs import (
     supervised,
     wait_for_step,
 )
+from tiers import exhaustive
 from until import holds_within
 
 from mpidist.launch import heartbeat
@@ -152,7 +153,9 @@ def plays(*names):
 
 
 @pytest.mark.parametrize(
-    ("scene", "step"), [("rank 2 of 3 killed", 60), ("rank 0 of 4 killed", 26)], indirect=["scene"]
+    ("scene", "step"),
+    [("rank 2 of 3 killed", 60), exhaustive("rank 0 of 4 killed", 26)],
+    indirect=["scene"],
 )
 def test_a_rank_is_killed(scene, undisturbed, step):
     """R140: `mpidist launch` goes on from the newest checkpoint, to the same bits.
@@ -165,6 +168,7 @@ def test_a_rank_is_killed(scene, undisturbed, step):
     check_whole(folder, undisturbed, step - 1)
 
 
+@pytest.mark.exhaustive
 @plays("three times")
 def test_killed_again_while_it_comes_back(scene, undisturbed):
     """R140: two ranks at once, one at the start of the next attempt, one in a save of the third."""
@@ -229,6 +233,7 @@ def test_bad_input_is_not_tried_again(scene):
     assert "exit code 2 means bad input" in done.stderr
 
 
+@pytest.mark.exhaustive
 @plays("asked")
 def test_asked_to_save_and_leave(scene, undisturbed):
     """R47: either signal reaches all ranks; code 75, and the same command goes on."""
@@ -309,6 +314,7 @@ def stragglers(folder, fault="", cores="{rank}"):
     return named, done.stderr, next(line["time"] for line in metrics if line["step"] == 31)
 
 
+@pytest.mark.exhaustive
 def test_a_slow_rank_is_named(tmp_path):
     """R45: by rank, phase and lag, within 30 steps; and nobody is where nobody is slow.
 
@@ -334,6 +340,7 @@ def test_a_slow_rank_is_named(tmp_path):
     nobody(stragglers(tmp_path, "sleep@step,rank=2,ms=50", cores="{0, 1}"))
 
 
+@pytest.mark.exhaustive
 def test_bench_relaunch(tmp_path):
     """The figure of docs/benchmarks.md, of one kill."""
     words = [sys.executable, "-m", "benchmarks.relaunch", "--ranks", "2", "--rounds", "1"]

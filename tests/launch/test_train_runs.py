@@ -165,6 +165,7 @@ def test_signal_then_plain_rerun(scene, undisturbed):
     check_resumed(resumed, undisturbed)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scene", ["launcher_told_to_end"], indirect=True)
 def test_mpirun_is_told_to_end(scene, undisturbed):
     """R47: SIGTERM to the launcher leaves the ranks half a second; nothing is lost but steps."""
@@ -174,6 +175,7 @@ def test_mpirun_is_told_to_end(scene, undisturbed):
     check_resumed(resumed, undisturbed)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scene", ["killed"], indirect=True)
 def test_kill_of_all_ranks_then_plain_rerun(scene):
     """R140: nothing stays behind, and the same command goes on from the newest save."""
