@@ -56,7 +56,7 @@ def check_end(folder, undisturbed):
 @pytest.mark.parametrize(
     ("fault", "ranks", "steps"),
     [exhaustive("file.rename:4,rank=0", 1, {10}), ("file.write_at:4,rank=1", 2, {10}),
-     ("file.remove_file:2,rank=0", 3, {20})],
+     exhaustive("file.remove_file:2,rank=0", 3, {20})],
 )  # fmt: skip
 def test_killed_while_it_saves(tmp_path, undisturbed, fault, ranks, steps):
     """Failure 5: the newest step is the one before or the one that was being saved, and whole."""
@@ -101,6 +101,7 @@ def test_a_file_cut_while_it_is_written(tmp_path, undisturbed):
     assert saved(tmp_path) == [10, 30, 40]
 
 
+@pytest.mark.exhaustive
 def test_a_bit_that_flips_on_the_disk(tmp_path, undisturbed):
     """Failure 10: in what rank 1 has written of step 20, which is the newest: it is passed over."""
     fault = "flip@file.sync:3,rank=1,seed=1"
@@ -112,6 +113,7 @@ def test_a_bit_that_flips_on_the_disk(tmp_path, undisturbed):
     assert check_end(tmp_path, undisturbed)["resumed_at"] == 10
 
 
+@pytest.mark.exhaustive
 def test_killed_when_only_the_node_has_the_step(tmp_path, undisturbed):
     """Issue 4, point 4: between the commit on the node and the one in the shared folder."""
     node = tmp_path / "node"
@@ -131,6 +133,7 @@ def test_killed_when_only_the_node_has_the_step(tmp_path, undisturbed):
     assert "no checkpoint" in none.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_stands_still_keeps_others_out(tmp_path, undisturbed):
     """Failure 11: a second job is refused, by the name of the first, until that is dead."""
     write_job(tmp_path, **SETTINGS)

@@ -80,6 +80,7 @@ KILLS = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_killed_in_a_save_then_resumed_on_another_size(tmp_path):
     """R52: save at p, kill -9 one rank inside a save, restore at q: five times in one store."""
     program = tmp_path / "program.py"

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiers import exhaustive
 
 from mpidist.launch.launchers import launch
 from mpidist.launch.processes import run
@@ -70,12 +69,14 @@ def test_a_short_soak(scene):
     assert "flat" in scene[0].check().stdout
 
 
-@pytest.mark.parametrize("scene", ["killed", exhaustive("killed, tiered")], indirect=True)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scene", ["killed", "killed, tiered"], indirect=True)
 def test_all_is_killed_around_saves(scene):
     """Issue 4: kill -9 of everything at random moments; `make soak` does it 200 times."""
     assert " times all was killed" in scene[0].check().stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scene", ["histories"], indirect=True)
 def test_random_histories(scene):
     """Issue 10, line 1: `make soak-histories` does 200 sequences."""
