@@ -53,6 +53,7 @@ def test_mpi_does_what_the_files_say(tmp_path):
     assert found == [forced_short, forced_long]
 
 
+@pytest.mark.exhaustive
 def test_it_measures_writes_and_measures_again(tmp_path, monkeypatch):
     """With real ranks, one algorithm, and a bar so low that there is always something to write."""
     wanted = "recursive doubling"

@@ -4,13 +4,14 @@ import json
 import sys
 
 import pytest
+from tiers import exhaustive
 
 from mpidist.launch.launchers import launch
 
 MPIDIST = [sys.executable, "-m", "mpidist"]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, exhaustive(3)])
 def test_checkpoint(tmp_path, ranks):
     """Save, stall and restore, each with its yardstick of the same run; text and JSON agree."""
     store = tmp_path / "store"

@@ -73,7 +73,7 @@ def test_the_simulation_of_bsp_is_serial_descent():
 
 
 #: Those of `make test`; the others are played in `make test-all`.
-FIRST = ["allreduce", "SSP(3)", "PeerAverage, every=8", "pipeline"]
+FIRST = ["allreduce", "SSP(3)"]
 OTHERS = [mode for mode in MODES if mode not in FIRST]
 
 

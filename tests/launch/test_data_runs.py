@@ -110,6 +110,7 @@ def test_bad_settings_of_loading(job, many):
         assert failed.stderr.count(message) == 1
 
 
+@pytest.mark.exhaustive
 def test_bench_loader(tmp_path):
     """Rows that fit each other; R130: the loader's flow is measured; nothing is left behind."""
     words = ["bench", "loader", "--size", "1", "--rounds", "2", "--folder", ".", "--json", "r.json"]

@@ -19,6 +19,7 @@ def run(name, ranks, *words):
     return [float(number) for number in re.findall(r"\d+\.?\d*", said)]
 
 
+@pytest.mark.exhaustive
 def test_matrix_factorization():
     """The error on new ratings comes near to their noise, which is 0.1; it begins at 2."""
     error, noise = run("matrix_factorization", 4)
@@ -26,6 +27,7 @@ def test_matrix_factorization():
     assert noise < error < 0.15
 
 
+@pytest.mark.exhaustive
 def test_factorization_machine():
     """It finds the pairs, of which a linear model sees nothing."""
     accuracy, linear = run("factorization_machine", 3)
@@ -41,6 +43,7 @@ def test_sparse_logistic_regression(data_dir, ranks):
     assert 10 < nonzero < 0.75 * features
 
 
+@pytest.mark.exhaustive
 def test_tagger():
     hit, gap = run("tagger", 4)
     assert hit > 0.92

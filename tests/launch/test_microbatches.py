@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from commands import play_commands
 
 from mpidist.launch.launchers import launch
@@ -25,6 +26,7 @@ def summary(folder, out):
     return json.loads((folder / out / "summary.json").read_text())
 
 
+@pytest.mark.exhaustive
 def test_one_digest_at_1_3_and_4_ranks_and_after_a_resume_on_others(tmp_path, launches):
     """One rank sends nothing, so equal to it on this MPI is equal to it on any other.
 

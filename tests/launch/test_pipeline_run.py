@@ -45,6 +45,7 @@ GRIDS = {
 }
 
 
+@pytest.mark.exhaustive
 def test_grids_of_a_job_file(tmp_path, alone, launches):
     jobs = {}
     for name, (ranks, words) in GRIDS.items():
@@ -67,7 +68,7 @@ def test_grids_of_a_job_file(tmp_path, alone, launches):
         assert len(spans) == 2 * len(chunks) * SETTINGS["microbatches"]
 
 
-@pytest.mark.parametrize("action", tiers(range(0, ACTIONS, 7), 0, 7, 21, 28, 42))
+@pytest.mark.parametrize("action", tiers(range(0, ACTIONS, 7), 0, 7, 14, 21, 28, 42))
 def test_a_kill_at_an_action_of_a_step(tmp_path, alone, action):
     """Each at another action of a step, and each time the next attempt ends with the same bits."""
     write_job(tmp_path, PIPELINE + "cuts = [2]\n", **SHORT)
@@ -76,6 +77,7 @@ def test_a_kill_at_an_action_of_a_step(tmp_path, alone, action):
     assert check(tmp_path, alone, 2)["restarts"] == 1
 
 
+@pytest.mark.exhaustive
 def test_a_split_layer_is_resumed_whole(tmp_path):
     """A kill in the run with split layers; its last checkpoint then is one of a whole model."""
     words = PIPELINE + "stages = 1\nsplit_ranks = 2\n"
