@@ -120,7 +120,7 @@ def even(program, many, chosen):
     return many(4, {(what, 1): [program, what, 1] for what in whats})
 
 
-@pytest.mark.parametrize("what", tiers([*SERVED, *LOOPS], "bsp", "ours"))
+@pytest.mark.parametrize("what", tiers([*SERVED, *LOOPS], "bsp", "colocated", "ours", "client"))
 def test_a_slow_rank_is_named(slowed, program, what):
     """R45, issue 4 point 7: rank, phase and lag, once."""
 
@@ -143,7 +143,8 @@ def test_a_slow_rank_is_named(slowed, program, what):
 
 
 @pytest.mark.parametrize(
-    "what", tiers([*SERVED, "allreduce", *LOOPS], "asp", "colocated", "plain", "client")
+    "what",
+    tiers([*SERVED, "allreduce", *LOOPS], "asp", "colocated", "allreduce", "plain", "client"),
 )
 def test_nobody_is_named_where_ranks_share_cores(slowed, what):
     """Four ranks on two cores take turns, so being late is nobody's own."""

@@ -166,6 +166,7 @@ def test_stopped_rank_is_named_and_all_are_gone(program, tmp_path):
     best_of_three(check, lambda: stop_rank(program, tmp_path))
 
 
+@pytest.mark.exhaustive
 def test_board_in_a_shared_folder(program, tmp_path):
     """The way of several hosts: a file in a folder, removed in the end."""
 
@@ -206,6 +207,7 @@ def test_other_hangs(hangs, what):
     best_of_three(check, lambda: again(what), ends[what])
 
 
+@pytest.mark.exhaustive
 def test_slow_is_not_a_hang(program):
     """A rank that computes, native calls in a loop, a long loop in one line: no false alarm.
 
