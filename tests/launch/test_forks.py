@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from tiers import tiers
 
 PROGRAM = """
 import os, sys, threading, time
@@ -76,17 +77,22 @@ CHILDREN = [
 #: making a child in a job that has begun as a user's does.
 ALONE = [("subset", "fork", 3), ("raise", "fork", 1), ("0", "pool", 0)]
 
+#: Those that only `make test-all` plays.
+FURTHER = [("1", "fork", 1), ("text", "fork", 1), ("thread", "fork", 0), ("config", "fork", 1),
+           ("raise", "pool", 1), ("asleep", "pool", -15)]  # fmt: skip
+
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory, launches, many):
+def ends(tmp_path_factory, launches, many, chosen):
     path = tmp_path_factory.mktemp("forks") / "program.py"
     path.write_text(PROGRAM)
-    wanted = {each: [path, *each[:2]] for each in CHILDREN if each not in ALONE}
-    alone = {each: (2, [sys.executable, path, *each[:2]]) for each in ALONE}
+    children = chosen("test_a_child_s_end_is_its_own", "each")
+    wanted = {each: [path, *each[:2]] for each in children if each not in ALONE}
+    alone = {each: (2, [sys.executable, path, *each[:2]]) for each in children if each in ALONE}
     return {**many(2, wanted), **launches(alone, timeout=60)}
 
 
-@pytest.mark.parametrize("each", CHILDREN, ids=lambda each: f"{each[1]}-{each[0]}")
+@pytest.mark.parametrize("each", tiers(CHILDREN, *FURTHER), ids=lambda e: f"{e[1]}-{e[0]}")
 def test_a_child_s_end_is_its_own(ends, each):
     done = ends[each]
     assert not done.timed_out, done.stderr
