@@ -162,6 +162,19 @@ def test_commands_with_an_open_quotation(words, capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_reader_of_a_rank_has_gone(monkeypatch):
+    """The other ranks would wait for it: the exception hook must see an error of one line."""
+
+    def prints(_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("mpidist.cli.main._run", prints)
+    monkeypatch.setattr("mpidist.cli.main._is_one_of_several", lambda: True)
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    with pytest.raises(ConfigError, match="the reader of the output has ended"):
+        main([])
+
+
 def test_a_summary_that_cannot_be_written(tmp_path, capsys):
     """Only the first rank writes it, so this is an exit code, and no error that ends all ranks."""
     (tmp_path / "summary.json").mkdir()
