@@ -14,7 +14,6 @@ from rooms import FLOORS, PACKAGE, ROOT, part_of
 import mpidist as md
 
 FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
-TREES = {name: rooms.tree_of(path) for name, path in FILES.items()}
 
 #: Pure facts are one family: `registry` uses `errors`, and both are on the ground.
 PURE = {"", "errors", "partition", "registry"}
@@ -46,6 +45,11 @@ def external(file: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and not node.level:
             found.add((node.module or "").split(".")[0])
     return found
+
+
+def tree(file: str) -> ast.Module:
+    """What a file says. Parsed only when asked for: a worker that runs no test of it needs none."""
+    return rooms.tree_of(FILES[file])
 
 
 def users(predicate) -> dict[str, list[int]]:
@@ -165,8 +169,8 @@ def test_comm_world_is_the_job_and_nothing_else():
 
 def test_own_algorithms_are_point_to_point():
     """R29: what runs a schedule knows Isend and Irecv and none of MPI's collectives."""
-    tree = TREES["mpidist/collectives/engines/executor.py"]
-    called = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    executor = tree("mpidist/collectives/engines/executor.py")
+    called = {node.attr for node in ast.walk(executor) if isinstance(node, ast.Attribute)}
     assert called >= {"Isend", "Irecv"}
     assert not {name for name in called if re.match(r"I?(all|bcast|reduce|gather|scatter|barr)",
                                                     name, re.IGNORECASE)}  # fmt: skip
@@ -204,8 +208,8 @@ def test_a_public_name_means_one_thing():
     """Rule 2: a class or function of a module has a name that no other module uses."""
     homes = Counter(
         node.name
-        for tree in TREES.values()
-        for node in tree.body
+        for file in FILES
+        for node in tree(file).body
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
     )
     twice = {name for name, count in homes.items() if count > 1}
@@ -229,7 +233,7 @@ def test_file_names_are_nouns_or_verbs():
 @pytest.mark.parametrize("room", sorted({Path(file).parent.as_posix() for file in FILES}))
 def test_a_room_says_what_it_is_for(room):
     """Rule 1: in its `__init__`, in a sentence at least."""
-    told = ast.get_docstring(TREES[f"{room}/__init__.py"])
+    told = ast.get_docstring(tree(f"{room}/__init__.py"))
     assert told
     assert told.count(" ") > 5, told
 
@@ -298,7 +302,7 @@ def test_what_takes_a_communicator_says_that_it_is_collective():
     """
     silent, seen = [], set()
     for name, home in md._HOME.items():
-        for node in TREES[f"mpidist/{home.replace('.', '/')}.py"].body:
+        for node in tree(f"mpidist/{home.replace('.', '/')}.py").body:
             if getattr(node, "name", None) == name and first_argument(node) == "comm":
                 told = re.search(r"Collective over\s+`comm`", ast.get_docstring(node) or "")
                 silent += [] if told else [name]

@@ -2,15 +2,16 @@
 
 import bz2
 import gzip
+import importlib
 import io
 import re
 import warnings
+from functools import cache
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.datasets import dump_svmlight_file, load_svmlight_file, load_svmlight_files
 
 from mpidist import data
 from mpidist.data.skip_bad import BadRecordFilter
@@ -43,11 +44,19 @@ MULTILABEL = [
 BAD_MULTILABEL = [b"1, 2 1:3", b",1 1:1", b"1, 1:3", b"1,x 1:1", b",", b",2:3", b"1,,2 1:3"]
 
 
+@cache
+def sklearn_datasets():
+    """Its import takes a second, which only the tests that need it shall pay for."""
+    return importlib.import_module("sklearn.datasets")
+
+
 def theirs(text, **options):
     """What scikit-learn says of a file, as ((starts, columns, values), labels, queries)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        x, labels, *queries = load_svmlight_file(io.BytesIO(text), dtype="f4", **options)
+        x, labels, *queries = sklearn_datasets().load_svmlight_file(
+            io.BytesIO(text), dtype="f4", **options
+        )
     return x, labels, *queries
 
 
@@ -141,7 +150,7 @@ def test_columns_from_one_or_from_zero(read, tmp_path):
             (tmp_path / name).write_bytes(text)
             paths.append(str(tmp_path / name))
         ours = data.from_settings("libsvm", {"path": paths[0], "test_path": paths[1]})
-        expected = load_svmlight_files(paths)
+        expected = sklearn_datasets().load_svmlight_files(paths)
         for source, x in zip(ours, expected[::2], strict=True):
             np.testing.assert_array_equal(source.rows(range(len(source)))[1], x.indices)
             assert source.features == x.shape[1]
@@ -198,8 +207,10 @@ def test_files_that_scikit_learn_writes(read, multilabel, zero_based):
     x *= 10.0 ** rng.integers(-9, 9, x.shape)
     y = rng.integers(0, 2, (200, 7)) if multilabel else rng.standard_normal(200)
     file = io.BytesIO()
-    dump_svmlight_file(x, y, file, zero_based=zero_based, comment="a\ntest", multilabel=multilabel,
-                       query_id=rng.integers(0, 9, 200))  # fmt: skip
+    sklearn_datasets().dump_svmlight_file(
+        x, y, file, zero_based=zero_based, comment="a\ntest", multilabel=multilabel,
+        query_id=rng.integers(0, 9, 200),
+    )  # fmt: skip
     options = {"multilabel": multilabel, "zero_based": zero_based, "query_id": True}
     same(read(file.getvalue(), **options), file.getvalue(), **options)
 

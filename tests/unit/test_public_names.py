@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 
-from test_architecture import TREES, users
+from test_architecture import FILES, tree, users
 
 import mpidist as md
 from mpidist import data, models, optim
@@ -38,7 +38,7 @@ def test_classes_have_class_names():
     def lower(node):
         return isinstance(node, ast.ClassDef) and node.name.lstrip("_")[0].islower()
 
-    assert sum(isinstance(n, ast.ClassDef) for tree in TREES.values() for n in ast.walk(tree)) > 100
+    assert sum(isinstance(n, ast.ClassDef) for f in FILES for n in ast.walk(tree(f))) > 100
     assert users(lower) == {}
 
 
