@@ -81,6 +81,6 @@ def slow_net():
         yield net
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def programs():
     return Path(__file__).parent / "programs"
