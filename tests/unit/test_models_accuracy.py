@@ -28,6 +28,7 @@ def test_lenet_on_mnist10k(data_dir):
     assert accuracy >= 0.955
 
 
+@pytest.mark.exhaustive
 def test_delayed_gradients_on_digits():
     """The recipe stands pushes of 4 workers that are 4 pushes old: what ASP does to it."""
     train, test = accuracy_runs.sources("digits")
