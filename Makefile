@@ -111,7 +111,7 @@ test-launch: $(VENV)/.test
 
 # Side by side, for both wait half of their time: what measures a network or the time after a loss,
 # where no two may go side by side, and all others.
-MEASURED = $(foreach file,elastic network node_lost simulator,tests/cluster/test_$(file).py)
+MEASURED = $(foreach file,elastic hosts_lost network node_lost simulator,tests/cluster/test_$(file).py)
 
 test-cluster: $(VENV)/.test
 	$(MAKE) -j 2 --output-sync=target cluster-measured cluster-others

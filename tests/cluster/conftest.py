@@ -15,7 +15,7 @@ from second_start import once_more
 from mpidist.launch.launchers import find_launcher, launch
 
 #: What measures a network, or the time after a loss. Two of these never go side by side.
-MEASURED = ("test_network", "test_node_lost", "test_elastic", "test_simulator")
+MEASURED = ("test_network", "test_node_lost", "test_hosts_lost", "test_elastic", "test_simulator")
 #: Those that may take a number of seconds: all others have ended when they begin (`make test`).
 TIMED = ("test_a_node_is_lost", "test_a_host_of_a_command_is_lost")
 

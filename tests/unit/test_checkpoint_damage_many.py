@@ -231,7 +231,7 @@ from mpidist.checkpoint.export.index import index
 from mpidist.errors import CheckpointError
 folder, newest, rng = Path(sys.argv[1]), int(sys.argv[2]), random.Random(7)
 paths = sorted((folder / f"step-{newest:012d}").iterdir())
-for n in range(30):
+for n in range(int(sys.argv[3])):
     path = paths[n % len(paths)]
     good = path.read_bytes()
     data = bytearray(good)
@@ -253,11 +253,12 @@ assert index(folder)[0] == newest
 """
 
 
-def test_index_and_export_of_damaged_steps(store):
+@cases((12, 30))
+def test_index_and_export_of_damaged_steps(store, count):
     """What writes and parses HDF5 runs in a child: it lives, and indexes nothing damaged."""
     folder, states, _ = store
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(folder), str(max(states))],
+        [sys.executable, "-c", CHILD, str(folder), str(max(states)), str(count)],
         capture_output=True,
         text=True,
         timeout=120,

@@ -90,8 +90,7 @@ job = st.tuples(
 )
 
 
-@settings(max_examples=300)
-@given(
+HISTORIES = given(
     count=st.integers(1, 50),
     seed=st.integers(0, 2),
     shuffle=st.sampled_from(["permutation", "bijection", "none"]),
@@ -100,7 +99,22 @@ job = st.tuples(
         lambda jobs: any(not killed or steps >= every for _, _, steps, every, killed in jobs)
     ),
 )
-def test_any_history_uses_every_record_once(count, seed, shuffle, bad, history):
+
+
+@settings(max_examples=120)
+@HISTORIES
+def test_any_history_uses_every_record_once(**case):
+    check(**case)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=300)
+@HISTORIES
+def test_many_histories(**case):
+    check(**case)
+
+
+def check(count, seed, shuffle, bad, history):
     bad = {index for index in bad if index < count}
     committed = (Position(), {"bad": [], "skipped": 0})
     used: list[int] = []  # in the committed history

@@ -149,17 +149,31 @@ def path(tmp_path_factory):
     return tmp_path_factory.mktemp("videos") / "a"
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    st.lists(videos(), min_size=1, max_size=12),
-    st.lists(st.integers(0, 1000), max_size=24),
-    st.integers(1, 9),
-    st.just(0) | st.integers(1, 200),
+BATCHES = given(
+    records=st.lists(videos(), min_size=1, max_size=12),
+    asked=st.lists(st.integers(0, 1000), max_size=24),
+    piece=st.integers(1, 9),
+    missing=st.just(0) | st.integers(1, 200),
 )
-@also(TWINS * 3, [0, 1, 2, 3, 4, 5], 2, 0)
-@also([ENDLESS, TWINS[1]], [0, 1], 9, 0)
-def test_a_batch_is_what_its_records_are_alone(path, records, asked, piece, missing):
+
+
+@settings(max_examples=120, deadline=None)
+@BATCHES
+@also(records=TWINS * 3, asked=[0, 1, 2, 3, 4, 5], piece=2, missing=0)
+@also(records=[ENDLESS, TWINS[1]], asked=[0, 1], piece=9, missing=0)
+def test_a_batch_is_what_its_records_are_alone(path, **case):
     """R13, R42: the same arrays, bit for bit, and the same bad records, in any order and piece."""
+    check_batch(path, **case)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=300, deadline=None)
+@BATCHES
+def test_many_batches(path, **case):
+    check_batch(path, **case)
+
+
+def check_batch(path, records, asked, piece, missing):
     whole = _file(records)
     missing = min(missing, len(records[-1][0]) + 15)
     path.write_bytes(whole[: len(whole) - missing])

@@ -48,7 +48,7 @@ def test_the_walk():
 
 @pytest.mark.parametrize(
     "size",
-    [pytest.param(n, marks=[pytest.mark.exhaustive] * (n in (29, 64, 112))) for n in SIZES],
+    [pytest.param(n, marks=[pytest.mark.exhaustive] * (n in (29, 64, 96, 112))) for n in SIZES],
 )
 def test_no_race_between_calls_of_any_two_dtypes(size):
     """One right after the other, in both orders, whole and in halves, of one round and of two."""

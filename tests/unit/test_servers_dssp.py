@@ -91,7 +91,7 @@ def test_two_servers_never_hold_workers_in_a_circle(low, high, clocks, first_alo
         able = list(world.able())
         left = [n > 2 * c for a in world.arrived for n, c in zip(a, world.clocks, strict=True)]
         assert able or all(left), world.key()
-        for after in (after for event in able for after in outcomes(world, *event)):
+        for after in outcomes(world, able):
             if after.key() not in seen:
                 seen.add(after.key())
                 stack.append(after)

@@ -34,7 +34,7 @@ def test_one_rank_per_stage_does_the_schedule():
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("stages", [1, 2, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_any_replicas_do_all_and_never_wait_for_ever(name, stages):
     """Each microbatch goes through each chunk once, on the rank that holds it."""
     for replicas in itertools.product(range(1, 5), repeat=stages):
