@@ -10,6 +10,7 @@ stack, and the whole job ends.
 """
 
 import faulthandler
+import functools
 import importlib.util
 import os
 import re
@@ -81,6 +82,7 @@ def pytest_collection_modifyitems(items):
     items[:] = [item for item in items if WORLD.rank < ranks(item)]
 
 
+@functools.cache
 def most_ranks(path):
     """The most ranks that a test of a file may need, as its text says; else all there are."""
     most = 1
