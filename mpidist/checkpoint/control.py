@@ -42,21 +42,22 @@ def call(comm, kind: str):
 
 
 def all_come(comm) -> None:
-    """Record that all ranks will make the next collective call, so they need not agree on it first.
+    """Record that all ranks will make the next collective call, which need not check that they do.
 
     If this rank nevertheless raises an exception before that call, the other ranks are told and
-    abort the call. Otherwise, this rank would receive the messages of the call that it has missed
-    in its own next operation.
+    abort the call. If they did not abort it, this rank would receive the messages of the missed
+    call in its next operation.
     """
     context.of(comm).under_way = True
 
 
 @contextmanager
 def operation(comm, kind: str) -> Iterator[tuple[context.Context, int]]:
-    """Yield the `Context` (state) of `comm`, and an MPI tag for messages of the ``with`` block.
+    """Yield the `Context`, in which mpidist keeps its state for `comm`, and an MPI tag.
 
-    Collective over `comm`. All ranks must enter the ``with`` block; this function does not check
-    that they do. An exception in the block on one rank ends the block on all ranks.
+    The tag is for the messages of the ``with`` block. Collective over `comm`. All ranks must enter
+    the ``with`` block; this function does not check that they do. An exception in the block on one
+    rank ends the block on all ranks.
     """
     own = context.of(comm)
     tag = own.tag(own.begin(Signature(kind, "", "")))

@@ -1,8 +1,9 @@
 """Refuse a second job before it writes anything into the folder of a running job.
 
-`CheckpointStore` takes its lock at the first save. A command that writes other files, too, looks at
-the lock before it writes the first of them. It does not take the lock: on a file system without
-locks, that would take over the folder of a running job.
+`CheckpointStore` takes its lock at the first save. The command `mpidist train` also writes other
+files, so it looks at the lock before it writes the first file. The command does not take the lock
+at this time: on a file system that does not share locks between hosts, a second job could take the
+lock of a running job, which would then stop at its next save.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class Histories:
         return self._committed[entry]
 
     def committed(self, entries: Iterable[Entry]) -> Iterator[Entry]:
-        """Yield the committed step folders of `entries`; each folder is read only when needed."""
+        """Yield the committed step folders (those with a manifest); read each only when needed."""
         return filter(self.is_committed, entries)
 
     def numbers(self) -> Iterator[int]:

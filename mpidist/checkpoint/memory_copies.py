@@ -7,9 +7,10 @@
 
 An attempt is one start of the job's program by `mpidist launch`. A `TieredStore` makes the copies,
 in a folder of /dev/shm. `mpidist launch` chooses the name of this folder, and removes the folder at
-the end of the job. On each node, the copy has all replicated arrays, and of the sharded arrays only
-the shards of the ranks on this node. So if no rank has shards and a node is lost, the next attempt
-continues from the copies of the other nodes.
+the end of the job. On each node, the copy has all replicated arrays (those that every rank holds
+whole), and of the sharded arrays (those of which each rank holds a part) only the parts of the
+ranks on this node. So if no rank has shards and a node is lost, the next attempt continues from the
+copies of the other nodes.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def open_with_copies(
 
 
 class _CopiesStore(TieredStore):
-    """A tiered store whose `close` also removes its folder on each node, if no copy is left."""
+    """A `TieredStore` whose `close` also removes its folder on each node, if no copy is left."""
 
     def close(self) -> None:
         super().close()

@@ -50,7 +50,8 @@ class Store(AbstractContextManager):
     def _call(self, method: str) -> Iterator[None]:
         """In the block, send an error to the other ranks, and show them that this rank may be slow.
 
-        A rank that is slow because it saves is not removed from an elastic group.
+        An elastic group (ranks that go on without a rank that stops answering) does not remove a
+        rank that is slow because it saves.
         """
         with phase("save"), call(self._comm, f"{type(self).__name__}.{method}"):
             yield
@@ -158,8 +159,8 @@ class CheckpointStore(Store):
             replicated array, since this would take longer than the save. If the values differ, the
             saved array mixes parts from several ranks. `md.check_replicas` finds replicated arrays
             whose values differ, and `md.train` calls this function before each save. The `Shard`
-            objects of all ranks must tile their global array. JSON values (extras) must be equal on
-            the ranks that have them.
+            objects of all ranks must together cover their global array, without an overlap. JSON
+            values (extras) must be equal on the ranks that have them.
 
         Raises
         ------
@@ -227,8 +228,8 @@ class CheckpointStore(Store):
         CheckpointError
             When the given `step` is damaged, or when `like` belongs to another model; the message
             then names the differences. If a wrong checksum or a lack of memory ends the restore
-            late, the arrays of `like` may hold parts of the step. The message then says this, and
-            the caller must set the values of the arrays again.
+            late, the arrays of `like` may hold parts of the step. The message then says that arrays
+            may be filled in part, and the caller must set the values of the arrays again.
         MismatchError
             When `like` is None on some ranks, and not None on others.
         """

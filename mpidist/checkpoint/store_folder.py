@@ -18,7 +18,7 @@ class Place(NamedTuple):
     keep : which steps stay after a new step is committed.
     lock : the lock of the folder.
     line : the step that the next save continues.
-    how : the options with which each rank writes its shard.
+    how : the options with which each rank writes its shard (its file of a step).
     copies : memory for copies of the state.
     inbox : memory for the data that other ranks send to this rank, which writes them to its shard.
     """

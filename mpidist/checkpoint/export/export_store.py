@@ -18,8 +18,8 @@ def export(comm, path, out, *, step: int | None = None) -> int:
     """Write one step of the store at `path` to the new file `out`; return the step's number.
 
     Collective over `comm`. An error on one rank is raised on all ranks. If h5py was built with
-    parallel HDF5, all ranks together write an HDF5 file. In all other cases, rank 0 alone writes
-    the file.
+    parallel HDF5, all ranks together write an HDF5 file. With any other h5py, and for any other
+    format, rank 0 alone writes the file.
 
     Parameters
     ----------

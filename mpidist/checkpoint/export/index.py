@@ -11,7 +11,7 @@ array is one virtual dataset, which refers to the parts of the array in the shar
 The index is for people, and for programs other than mpidist. A restart never uses the index,
 because if a shard is missing, HDF5 returns zeros for its elements and no error. Before an index is
 made, every byte of the step is checked, and HDF5 must find each dataset at the position that the
-manifest gives.
+manifest (the list of all stored parts) gives.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _write(path: str, entry: Entry) -> None:
 
 
 def _compare(folder: int, manifest: Manifest) -> None:
-    """Raise Damaged unless HDF5 finds each dataset at the position that the manifest gives."""
+    """Raise Damaged unless HDF5 finds each dataset where the manifest (list of parts) says."""
     datasets = _datasets(manifest)
     for number, listed in enumerate(manifest.files):
         try:

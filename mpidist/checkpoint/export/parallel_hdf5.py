@@ -4,7 +4,7 @@ Rank 0 alone creates the file with all data sets. When the file exists, every ra
 rows of each data set. If all ranks created the data sets, each creation would be a collective call
 of HDF5. A collective call takes longer than a call of one rank, and if one rank finds the disk full
 in a collective call, the other ranks wait for this rank for ever. The only collective calls of HDF5
-here are opening and closing the file, which do not change its structure.
+here are opening and closing the file; these two calls create no data sets.
 """
 
 from __future__ import annotations
@@ -126,9 +126,10 @@ def _read(comm, path: str, step: int | None) -> tuple[int, tuple[Fact, ...], dic
 
 
 def _rows(comm, tensors: tuple[Fact, ...]) -> dict:
-    """Allocate an array for this rank's rows of each tensor; return them as shards in nested dicts.
+    """Allocate an array for this rank's rows of each tensor; return them as nested dicts.
 
-    If a tensor has no rows, only rank 0 gets an (empty) shard of it.
+    Each array is the data of a `Shard`. If a tensor has no rows, only rank 0 gets an (empty)
+    `Shard` of it.
     """
     items = []
     for tensor in tensors:

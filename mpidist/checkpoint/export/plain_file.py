@@ -84,7 +84,8 @@ def write(state: Mapping, out: Path) -> None:
 def put_in_place(partial: Path, out: Path) -> None:
     """Give the complete file `partial` the name `out`.
 
-    First the file must be on the disk. Otherwise `out` might be empty after a failure of power.
+    This function waits until the file is on the disk, and then renames it. Without the wait, `out`
+    might be empty after a power failure.
     """
     with partial.open("rb") as file:
         os.fsync(file.fileno())

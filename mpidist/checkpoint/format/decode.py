@@ -1,6 +1,8 @@
-"""Decode the manifest and tables of a checkpoint; check that they list each element exactly once.
+"""Decode the manifest and tables of a checkpoint; check that they list every element just once.
 
-If an element of an array is in no shard file, or is stored twice, the step counts as damaged.
+The manifest describes the saved arrays, and the table of a shard file lists the parts of arrays
+that this file holds. If an element of an array is in no shard file, or is stored twice, the step
+counts as damaged.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from .state import named_dtype, show, tree
 def decode(data: bytes, contents: Sequence[bytes]) -> Manifest:
     """Check and decode a manifest and its tables; return the Manifest.
 
-    `data` has the bytes of MANIFEST.json, and `contents` has the bytes of each table, in the order
-    in which the manifest lists the tables.
+    `data` has the bytes of MANIFEST.json, and `contents` has the bytes of each table (the list of
+    the parts in one shard file), in the order in which the manifest lists the tables.
 
     Raises
     ------
@@ -62,7 +64,7 @@ def _read(body: dict, tables: Sequence[Table], heads, contents: Sequence[bytes])
 
 
 def _rows(head: dict, data: memoryview, file: int, name: str) -> np.ndarray:
-    """Decode `data`, the list of tensors' pieces in the table `name` of shard number `file`."""
+    """Decode `data`, the list of the parts of tensors in shard `file`, from the table `name`."""
     count = integer_of(head["pieces"])
     if hashlib.sha256(data).hexdigest() != head["numbers"]:
         raise Damaged(f"{name}: its pieces fail their digest")
@@ -76,7 +78,7 @@ def _rows(head: dict, data: memoryview, file: int, name: str) -> np.ndarray:
 
 
 def _prove(found: Manifest) -> None:
-    """Raise Damaged unless the manifest lists every element of every tensor exactly once."""
+    """Raise Damaged unless the stored parts cover every element of every tensor exactly once."""
     if len({file.name for file in found.files}) != len(found.files):
         raise Damaged(f"{NAME} names a file twice")
     if found.block > manifest.MAX_BYTES:  # a reader allocates memory for a block
@@ -102,7 +104,7 @@ def _prove(found: Manifest) -> None:
 
 
 def _prove_bytes(found: Manifest) -> None:
-    """Raise Damaged unless each piece of a tensor lies inside its file and no two share bytes."""
+    """Raise Damaged unless each part of a tensor lies inside its file and no two share bytes."""
     rows = found.rows
     sizes = np.array([named_dtype(tensor.dtype).itemsize for tensor in found.tensors], np.int64)
     file, begin = rows[:, piece_table.FILE], rows[:, piece_table.OFFSET]

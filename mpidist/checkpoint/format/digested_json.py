@@ -1,6 +1,7 @@
 """Encode and decode a line of JSON that ends with the SHA-256 of the bytes before it.
 
-Each manifest, and the head (first line) of each table, is a line of JSON with its own SHA-256.
+The manifest (the description of a checkpoint) and the head (first line) of each table (the list of
+what a shard file holds) are lines of JSON with their own SHA-256.
 
 The decoder checks the digest before it parses the JSON, and refuses an object with a repeated key.
 Before the readers of checkpoints use a value from the JSON, they check its type and range with

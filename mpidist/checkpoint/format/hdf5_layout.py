@@ -4,14 +4,14 @@
     512    the data of the pieces, parameters first, each aligned to 64 bytes
     end    root group, its names, and for each data set a header with the position of its data
 
-With its HDF5 metadata, a shard can be read by HDF5 tools such as h5ls and h5py. There are four
-reasons not to use the HDF5 library. The library takes 0.3 ms to create a data set, and the code
-here takes a few microseconds. The code here computes the position of each data set in the file from
-the sizes of the arrays alone. After a failed write, the HDF5 library reports success when the file
-is flushed and closed. The library's writes would not go through the module `files`, where tests can
-interrupt all writes of a store. All structures use the oldest version of the HDF5 format, which
-every HDF5 library reads. The format is described in
-https://docs.hdfgroup.org/hdf5/v1_14/_f_m_t3.html
+A piece is a part of an array; each piece is one data set of the file. With its HDF5 metadata, a
+shard can be read by HDF5 tools such as h5ls and h5py. There are four reasons not to use the HDF5
+library. The library takes 0.3 ms to create a data set, and the code here takes a few microseconds.
+The code here computes the position of each data set in the file from the sizes of the arrays alone.
+After a failed write, the HDF5 library reports success when the file is flushed and closed. The
+library's writes would not go through the module `files`, where tests can interrupt all writes of a
+store. All structures use the oldest version of the HDF5 format, which every HDF5 library reads. The
+format is described in https://docs.hdfgroup.org/hdf5/v1_14/_f_m_t3.html
 
 The names of data sets are numbers, so no text from the user becomes a path in HDF5. The attribute
 ``name`` of a data set holds the name of its tensor. Elements of a dtype that HDF5 lacks, such as
@@ -104,7 +104,7 @@ def around(facts: Sequence[Fact], rows: np.ndarray, end: int) -> tuple[bytes, by
 
 
 def _group(tree: int, heap: int) -> bytes:
-    """Return the header of the root group, which has `_GROUP` bytes."""
+    """Return the header of the root group, which has 40 bytes."""
     return pack("<BBHII4x", 1, 0, 1, 1, 24) + pack("<HHB3xQQ", 0x11, 16, 0, tree, heap)
 
 
@@ -170,9 +170,6 @@ def _headers(facts: Sequence[Fact], tensor, rows, dtypes: list[str], places, at:
     """Return the headers of all data sets, and the position of each header in the file.
 
     The first header is at position `at`.
-
-    If data sets have the same dtype, kind of region (box or flat range) and number of axes, their
-    headers are made by the same NumPy calls.
     """
     forms: dict[tuple, int] = {}
     of = [forms.setdefault((fact.dtype, len(fact.shape)), len(forms)) for fact in facts]
@@ -243,7 +240,7 @@ def _space(axes: int) -> bytes:
 
 @cache
 def _type(dtype: np.dtype) -> bytes:
-    """Return HDF5's encoding of `dtype`, without the first two bytes of h5py's `encode`."""
+    """Return the bytes with which the header of an HDF5 data set describes the type `dtype`."""
     size, big = dtype.itemsize, dtype.str[0] == ">"
     if dtype.kind in "iu":
         signed = 8 * (dtype.kind == "i")

@@ -9,12 +9,12 @@ stable storage, so the existence of a table proves that its shard is complete. T
 small because the pieces are listed in the tables and not in the manifest. The manifest is one line
 of JSON, and so is the head (first line) of a table. The last field of a manifest, and of the head
 of a table, is the SHA-256 of all bytes before it, so a reader checks the digest before it parses
-the JSON. After its head, a table lists its pieces (parts of tensors) as integers of 8 bytes. Each
-piece has the columns of `piece_table` without the number of the file. The head of a table holds the
-SHA-256 of all integers after the head. The integers of a table do not change from save to save
-while the arrays keep their names, dtypes and shapes. The integers of a table are read as one NumPy
-array, without a Python object for each piece. Checksums cover all bytes of a shard, including
-metadata and padding:
+the JSON. After its head, a table lists its pieces (parts of tensors) as integers of 8 bytes. For
+each piece, these integers are a row of a `piece_table` without the number of the file. The head of
+a table holds the SHA-256 of all integers after the head. The integers of a table do not change from
+save to save while the arrays keep their names, dtypes and shapes. The integers of a table are read
+as one NumPy array, without a Python object for each piece. Checksums cover all bytes of a shard,
+including metadata and padding:
 
 * CRC-32 of each block of 1 MiB of a shard file. Every reader checks the CRC-32 of each block that
   it reads. (If there were only a digest of the whole file, a rank that reads a tenth of the file
@@ -83,8 +83,8 @@ class Manifest(NamedTuple):
     """The description of one checkpoint: everything except the data of its arrays.
 
     `rows` is the table of all pieces (parts of tensors; see `piece_table`), in the order of the
-    tensors. `files` has the shard files. The column `FILE` of `rows` says in which of them each
-    piece is: it holds indices into `files`.
+    tensors. `files` has the shard files. The column `FILE` of `rows` says in which shard file each
+    piece is: the column holds indices into `files`.
     """
 
     step: int
@@ -103,10 +103,10 @@ class Manifest(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The part of a manifest that one rank needs: pieces of tensors to read, and their files.
+    """The part of a manifest that one rank needs: stored parts of tensors to read, and their files.
 
-    The keys of `files` are indices into `Manifest.files`. `rows` is the table of the pieces that
-    the rank reads (see `piece_table`), in the order of the tensors.
+    The keys of `files` are indices into `Manifest.files`. `rows` is the table of the pieces (stored
+    parts) that the rank reads (see `piece_table`), in the order of the tensors.
     """
 
     block: int
@@ -150,7 +150,7 @@ def encode_head(file: File, count: int, data: bytes) -> bytes:
 
 
 def table_name(shard: str, suffix: str = ".table") -> str:
-    """Return the name of the table file of a shard file."""
+    """Return the name of a shard's table file, which lists the parts of arrays in the shard."""
     return shard.removesuffix(".h5") + suffix
 
 
@@ -202,10 +202,10 @@ def encode(
 
 
 def tables_of(data: bytes) -> tuple[Table, ...]:
-    """Return a `Table` for each table file that a MANIFEST.json lists; the files are not read.
+    """Return a `Table` for each table file (list of a shard's parts) that a MANIFEST.json names.
 
-    A manifest of format 1 lists no tables. Raises Damaged if the manifest is damaged, and
-    Unreadable if its format is not known here.
+    The table files are not read. A manifest of format 1 names no tables. Raises Damaged if the
+    manifest is damaged, and Unreadable if its format is not known here.
     """
     body = decode_digested(data, NAME, "sha256")
     with as_damage(NAME):
@@ -253,7 +253,7 @@ def manifest_of(body: dict, listed: list[File], tensors: list[Fact], rows: list)
 
 
 def listed_shard(body: dict, table: Table, suffix: str) -> File:
-    """Return the `File` of the shard that `body`, the head of `table`, describes.
+    """Return the `File` (size and checksums) of the shard from `body`, the head of its `table`.
 
     Raises Damaged if the head belongs to the table of another shard.
     """

@@ -1,4 +1,4 @@
-"""Read manifests of formats 1 and 2, in which each piece is a JSON object.
+"""Read manifests of formats 1 and 2, in which each piece (part of a tensor) is a JSON object.
 
 In format 1 the manifest lists the pieces of each tensor. In format 2 each shard has a table, which
 lists the pieces in that shard in one line of JSON. Dataset number `i` of a shard file holds piece
@@ -42,7 +42,7 @@ def read(body: dict, tables: Sequence, lines: Sequence[bytes]) -> manifest.Manif
 
 
 def _tables(tensors: Sequence[Fact], tables: Sequence, lines: Sequence[bytes]):
-    """Return the shard files of format 2, and a tuple for each piece in them.
+    """Return the shard files of format 2, and a tuple for each piece (part of a tensor) in them.
 
     The tuple has the number of the piece's tensor, the number of its file, and its JSON object.
     """

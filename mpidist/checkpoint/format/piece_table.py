@@ -50,7 +50,7 @@ def axes(rows: np.ndarray) -> int:
 
 
 def joined(tables: Sequence[np.ndarray], dims: int = 1) -> np.ndarray:
-    """Return one piece table with the rows of all `tables`, and columns for `dims` or more axes."""
+    """Return one table of pieces with all rows of `tables`, and columns for `dims` or more axes."""
     dims = max([dims, *map(axes, tables)])
     out = blank(sum(map(len, tables)), dims)
     at = 0
@@ -80,7 +80,7 @@ def of_regions(regions: Sequence[tuple[int, Region]], file: int = 0) -> np.ndarr
 
 
 def region_of_row(row: Sequence[int], ndim: int) -> Region:
-    """Return the region that `row` (a list of integers) describes, in a tensor of `ndim` axes."""
+    """Return the region that `row` of a piece table describes, in a tensor of `ndim` axes."""
     extent = START + (len(row) - START) // 2
     if row[FLAT]:
         return Flat(row[START], row[extent])
@@ -88,7 +88,7 @@ def region_of_row(row: Sequence[int], ndim: int) -> Region:
 
 
 def sizes(rows: np.ndarray) -> np.ndarray:
-    """Return the number of elements of each piece of the table `rows`."""
+    """Return the number of elements of each piece (part of a tensor) in the table `rows`."""
     return np.multiply.reduce(rows[:, START + axes(rows) :], axis=1)
 
 
@@ -217,7 +217,7 @@ def _unproved(grid: Grid, rows: np.ndarray) -> list[int]:
 
 
 def _unseparated(it: Geometry, which: np.ndarray) -> np.ndarray:
-    """Return the tensors whose boxes cannot all be separated by cuts along the axes.
+    """Return the tensors whose stored boxes cannot all be separated by cuts along the axes.
 
     `which` has the row numbers of the boxes.
 
@@ -249,7 +249,7 @@ def _unseparated(it: Geometry, which: np.ndarray) -> np.ndarray:
 
 
 def distinct(grid: Grid, rows: np.ndarray) -> np.ndarray:
-    """Return the rows that are left when empty pieces and repeated regions are removed.
+    """Return the `rows` of a piece table without empty pieces and repeated regions.
 
     If several rows have the same region, only the first of them is left. All pieces must lie inside
     their tensors.
@@ -300,7 +300,8 @@ def overlapping(grid: Grid, wants: np.ndarray, rows: np.ndarray) -> tuple[np.nda
 def _searched(grid: Grid, wants: np.ndarray, rest: np.ndarray, piece: Geometry):
     """Yield, part by part, the pairs that `overlapping` returns for the rows `rest` of `wants`.
 
-    For each region, find the pieces that overlap it on one axis, and then compare all axes.
+    `piece` has the pieces (stored parts) to search. For each region, the function finds the pieces
+    that overlap it on one axis, and then compares all axes.
     """
     axis = _axis(grid, piece)
     low, high = _interval(grid, piece, axis)
@@ -325,7 +326,7 @@ def _searched(grid: Grid, wants: np.ndarray, rest: np.ndarray, piece: Geometry):
 
 
 def _axis(grid: Grid, piece: Geometry) -> np.ndarray:
-    """Return, for each tensor, the axis on which `_searched` looks for its pieces.
+    """Return, for each tensor, the axis on which `_searched` looks for the tensor's stored parts.
 
     The axis is -1 if `_searched` looks for positions in the flattened tensor instead.
     """

@@ -1,10 +1,10 @@
 """Regions (boxes or flat ranges) of a global array, and a check that regions tile the array.
 
 A *box* is a range of indices on each axis, as in a block of rows or a tile. A *flat range* is a
-range of positions in the array flattened in C order. For example, the shard of a parameter server
-is a flat range, and so is the part of a replicated array that one rank writes. To compare a flat
-range with boxes, the functions here cut the range into a few boxes. An example is the flat range of
-elements 2 to 13 of a 4 x 4 array:
+range of positions in the array flattened in C order. For example, the part of an array that one
+parameter server holds is a flat range, and so is the part that one rank writes of an array that all
+ranks hold. To compare a flat range with boxes, the functions here cut the range into a few boxes.
+An example is the flat range of elements 2 to 13 of a 4 x 4 array:
 
     . . a a
     b b b b       flat range 2:14  =  boxes a, b, c; never more than 2 ndim - 1 of them

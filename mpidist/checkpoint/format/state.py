@@ -34,7 +34,7 @@ _MOST_BITS = 14_000
 
 
 class Fact(NamedTuple):
-    """A description of a tensor that is equal on all ranks: its path of keys, dtype and shape."""
+    """The path of keys, the dtype and the shape of a tensor, which are equal on all ranks."""
 
     path: Path
     dtype: str

@@ -68,8 +68,8 @@ class Filling:
     items : (path, leaf) pairs
         The values of the state to fill, each with its path of dict keys.
     common : collection of Path
-        Paths of the leaves for which `is_whole` is true on all ranks. Each rank reads a part of
-        these leaves, and sends it to all other ranks.
+        Paths of the arrays that all ranks want whole (`is_whole`). Each rank reads a part of these
+        arrays, and sends this part to all other ranks.
     rank, ranks : int
     room : array, optional
         Buffer for messages with several small arrays; by default none is kept.

@@ -55,7 +55,7 @@ def partition_reads(wants: Sequence[ReadItem], block: int, ranks: int) -> list[l
 def _parts(want: ReadItem, cuts: Sequence[int], block: int) -> Iterator[ReadItem]:
     """Cut the bytes of `want` into parts: for each position in `cuts`, at the next block boundary.
 
-    A RowReadItem is not cut.
+    A RowReadItem, which reads whole rows to fill parts of them, is not cut.
     """
     if isinstance(want, RowReadItem) or want.target is None:
         yield want
@@ -72,7 +72,7 @@ def _parts(want: ReadItem, cuts: Sequence[int], block: int) -> Iterator[ReadItem
 
 
 def message_room() -> np.ndarray:
-    """Return a buffer for one message that holds several small arrays."""
+    """Return a buffer of 8 MiB for one message that holds several small arrays."""
     return np.empty(2 * _LARGE, np.uint8)
 
 
@@ -100,7 +100,7 @@ class ReadAndBroadcast:
         self._room = np.empty(most, np.uint8) if room is None or len(room) < most else room
 
     def exchange(self, comm, over: Callable[[], bool]) -> None:
-        """Broadcast every target array, as soon as it is read, from the rank that reads it.
+        """Broadcast every array to be filled, as soon as it is read, from the rank that reads it.
 
         Collective. `over` returns whether this rank has stopped reading. If the rank has stopped
         before it has read all its arrays, it broadcasts the unread arrays with their present
@@ -171,7 +171,7 @@ def _is_large(item: ReadItem) -> bool:
 
 
 def _joined(items: Sequence[ReadItem]) -> Iterator[list[ReadItem]]:
-    """Join read items with small target arrays into messages of `_LARGE` bytes or a little more."""
+    """Divide items with small arrays into groups of about 4 MiB, to be sent as one message each."""
     message, held = list[ReadItem](), 0
     for item in items:
         message.append(item)

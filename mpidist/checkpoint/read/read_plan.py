@@ -93,8 +93,8 @@ class Places:
         """Yield the read items (byte requests) that fill `target` with a `region` of a tensor.
 
         `target` is an array in host memory with the region's shape and the tensor's dtype; it may
-        have any strides. If the region has only parts of rows, and a row is at most one block long,
-        whole rows are read, in groups of at most one block of bytes.
+        have any strides. If the region has only parts of rows, and a row is at most one block (1
+        MiB) long, whole rows are read, in groups of at most one block of bytes.
         """
         start, stop = self._bounds[number : number + 2]
         shape, itemsize = self._found.tensors[number].shape, target.itemsize

@@ -1,4 +1,4 @@
-"""Read byte ranges of shard files, and check every block before its bytes are used.
+"""Read byte ranges of shard files, and check every block of 1 MiB before its bytes are used.
 
 The reader does not parse HDF5, since the manifest has the offset of each piece (stored part) of a
 tensor. A read item, which the caller makes, is a range of bytes and the array that these bytes
@@ -84,10 +84,11 @@ class Reader:
         threads: int = _THREADS,
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Read and check every block that the read items `wants` need, and fill the items' arrays.
+        """Read and check every block that the items `wants` need, and fill the arrays of the items.
 
-        Stop reading early when `wanted` returns False. Raise Damaged when a block does not match
-        its checksum or cannot be read. Some arrays may already be filled when Damaged is raised.
+        A block is 1 MiB of a shard file, which has a checksum of its own. Stop reading early when
+        `wanted` returns False. Raise Damaged when a block does not match its checksum or cannot be
+        read. Some arrays may already be filled when Damaged is raised.
         """
         groups, block = self._groups(wants), self._manifest.block
         taken, lock = iter(range(len(groups))), threading.Lock()

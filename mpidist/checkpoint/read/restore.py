@@ -110,7 +110,8 @@ class Restore:
     comm : mpi4py.MPI.Comm
     place : Place
         The folder of the store. Its attribute `line` tells rank 0 which step to try first. If rank
-        0 finds damaged steps, it adds them to `place.keep.bad`.
+        0 finds damaged steps, it adds them to `place.keep.bad`, the set of the steps known to be
+        damaged.
     like : dict or None
         The state whose arrays are filled in place; None returns all arrays in new memory.
     check : callable
@@ -195,7 +196,7 @@ class Restore:
     def _fill(
         self, answer: FoundStep, found: Layout, batch: range, items: list, filled: dict
     ) -> str | None:
-        """Fill the arrays of a batch, and add them to `filled`.
+        """Fill the arrays of a batch (tensors that are filled together), and add them to `filled`.
 
         If the step is damaged, return a text that says how; otherwise return None.
 
@@ -266,9 +267,9 @@ def spoiled(error: MpidistError) -> MpidistError:
 
 
 def _described(path: Path, leaf) -> Leaf:
-    """Return the description of `leaf`, which is to be filled.
+    """Return a `Leaf`, which describes the array, shard or plain value `leaf` that is to be filled.
 
-    Raise CheckpointError if it is a read-only array.
+    Raise CheckpointError if `leaf` is a read-only array.
     """
     if not has_array(leaf):
         return Leaf(path, type(leaf).__name__)

@@ -28,7 +28,7 @@ _ONE_BY_ONE = 4
 
 
 def wanted(comm, leader, tensors: Sequence[Fact], items: list) -> Layout:
-    """Return the part of rank 0's manifest that this rank needs to fill the values of `items`.
+    """Return what this rank needs of rank 0's manifest (list of stored parts) to fill `items`.
 
     Collective over `comm`. Only rank 0 uses `leader`, which holds the manifest.
     """

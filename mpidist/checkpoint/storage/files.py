@@ -5,7 +5,7 @@ can kill the process or raise an error at each of these calls. A folder is kept 
 used, and files are opened relative to the open folder, without following links. If somebody
 replaces the folder by a link while it is open, nothing outside the store is touched. In the
 functions here, the arguments `root`, `folder` and `where` are descriptors of open folders, to which
-names are relative, and `descriptor` is one of an open file.
+names are relative. The argument `descriptor` is the descriptor of an open file.
 """
 
 from __future__ import annotations

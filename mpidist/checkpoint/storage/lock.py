@@ -6,8 +6,7 @@ takes the lock writes its process number, its host and the time into the file; t
 called the name of the process. Some file systems do not share locks between hosts, so two jobs on
 two hosts can hold the lock at once. If two jobs hold the lock, the file has the name of the later
 job. Before the earlier job commits its next step, it finds this name in the file, and raises an
-error instead of committing the step. (A check that stops a process which has lost its lock is
-called a fence.)
+error instead of committing the step.
 
 The lock file also shows whether the disk of the folder is mounted: if the disk is not mounted, the
 path leads to another folder, which has no lock file.

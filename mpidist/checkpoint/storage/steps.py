@@ -51,9 +51,9 @@ def entry_of(name: str) -> Entry | None:
 def read_manifest(path: str, entry: Entry) -> Manifest:
     """Read, check and return a step folder's manifest, with the list of the parts in each shard.
 
-    The sizes of all shard files are compared with the manifest too, which finds missing and
-    truncated files before any rank begins to read data. Raises Damaged if a file is missing or
-    damaged, and Unreadable if this installation does not know the format.
+    This function also compares the sizes of all shard files with the manifest. Missing and
+    truncated files are thus found before any rank begins to read data. Raises Damaged if a file is
+    missing or damaged, and Unreadable if this installation does not know the format.
     """
     try:
         with files.folder(path) as root, files.folder(entry.name, root) as folder:

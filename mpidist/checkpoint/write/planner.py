@@ -53,7 +53,7 @@ class _Word(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """The second message of a rank in a save: how its arrays and other leaves differ from rank 0's.
+    """The second message of a rank in a save: how its arrays and other values differ from rank 0's.
 
     If rank 0 has the same value, the field is None.
     """
@@ -191,7 +191,7 @@ class Planner:
         return Begun(plan.word.step, nonce, found.arrays, plan, extras)
 
     def _fitting(self, comm, step: int, found: Survey) -> SavePlan | None:
-        """Return the last plan if it fits the state of this rank.
+        """Return the last plan (which rank writes what) if it fits the state of this rank.
 
         If the last plan does not fit, and the state has no shards, make a plan as if all ranks had
         the same state. If the last plan does not fit, and the state has shards, return None.
@@ -210,7 +210,7 @@ class Planner:
         return SavePlan(word, found.marks, work, leader, room)
 
     def _agreed(self, all_ranks: Sequence[Extras], leader: Leader | None) -> Extras:
-        """On rank 0, check that ranks agree on leaves other than arrays; return these leaves."""
+        """On rank 0, check that the ranks' values other than arrays agree; return these values."""
         assert leader is not None
         extras = write_plan.agree_on_extras(all_ranks)
         names = [path for path, _ in extras]
@@ -280,6 +280,6 @@ def _planned(
 
 
 def _end(rows: np.ndarray, itemsize: np.ndarray) -> int:
-    """Return an upper bound, in bytes, on the size of a shard file with the pieces `rows`."""
+    """Return an upper bound, in bytes, on the size of a shard file with the parts `rows`."""
     nbytes = piece_table.sizes(rows) * itemsize[rows[:, piece_table.TENSOR]]
     return int(nbytes.sum()) + _DATASET * len(rows)

@@ -93,7 +93,7 @@ class Save:
             self._root, self._resources = root, stack.pop_all()
 
     def write(self) -> None:
-        """Write this rank's shard (its file of the step) and the shard's table, without MPI.
+        """Write this rank's shard (its file of the step), and the table of its parts, without MPI.
 
         If the write fails, this method keeps the error, and `finish` raises it.
         """
@@ -148,7 +148,7 @@ class Save:
             files.close(files.create(shard_writer.failed_name(self.comm.rank), folder))
 
     def _wait_for_tables(self) -> list[bytes]:
-        """On rank 0, wait for the tables of all shards; return their heads (first lines)."""
+        """On rank 0, wait for the tables (part lists) of all shards; return their first lines."""
         leader = self._begun.plan.leader
         assert leader is not None
         missing = list(leader.pieces)

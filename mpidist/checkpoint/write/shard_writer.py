@@ -167,7 +167,7 @@ def _host_bytes(elements: Elements) -> np.ndarray:
 
 
 def write(folder: int, rank: int, work: Work, data: Sequence[Elements], how: WriteOptions) -> bytes:
-    """Write a shard and its table to stable storage; return the head (first line) of the table.
+    """Write a shard, and the table of its parts, to stable storage; return the table's first line.
 
     `data` has one array for each piece, with the values of the piece.
     """

@@ -110,9 +110,10 @@ def agree_on_extras(all_ranks: Sequence[Extras]) -> Extras:
 
 
 def check_names(facts: Sequence[Fact], extras: Sequence[Path]) -> None:
-    """Raise MismatchError or CheckpointError if the paths of two values of the state collide.
+    """Raise an error if one path is an array on some rank, and a plain value or a dict on another.
 
-    `facts` describes the tensors, and `extras` has the paths of all other values.
+    `facts` describes the tensors of all ranks, and `extras` has the paths of all other values. The
+    error is a CheckpointError if one of the values is a dict, otherwise a MismatchError.
     """
     both = sorted(show(path) for path in {fact.path for fact in facts}.intersection(extras))
     if both:
@@ -238,7 +239,7 @@ def assign(
 
 
 def _replicated(tensors: Tensors, writers: set[int], dims: int) -> Iterator[np.ndarray]:
-    """Yield tables of the pieces of replicated tensors, one table for each group of tensors.
+    """Yield a table of pieces for each group of replicated tensors (those that ranks hold whole).
 
     Two tensors are in the same group if exactly the same ranks hold both, and if both are
     parameters or both are not parameters.
