@@ -2,7 +2,8 @@
 
 All ranks make equal `Sampler` objects, which compute the order of the samples. Each rank takes its
 own part of each global batch. In this package, only the module `readers/remote.py` communicates
-between ranks. A reader of files is loaded when a program first uses its name.
+between ranks. The module that reads a file format is imported when a program first uses a name from
+it.
 """
 
 from __future__ import annotations

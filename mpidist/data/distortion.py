@@ -39,8 +39,8 @@ class Distorted:
     scale : float
         Largest relative change of the height and of the width: 0.1 means 0.9 to 1.1.
     seed : int
-        Seed for the random amounts of shift, turn and scale, which do not depend on the seed of a
-        training run.
+        Seed for the random amounts of shift, turn and scale. The seed of a training run does not
+        change these amounts.
     """
 
     source: Source

@@ -280,7 +280,7 @@ class Loader:
         return _Entry(indices, taken, error, nbytes)
 
     def _pay(self, nbytes: int) -> None:
-        """Sleep to limit the bandwidth: a token bucket that can hold the bytes of one second."""
+        """Sleep after a read of `nbytes`, so that reads keep to the limit `bandwidth`."""
         if self._loading.bandwidth is None:
             return
         now = time.monotonic()

@@ -51,8 +51,8 @@ class Layouts:
     def kinds(self, lengths: np.ndarray) -> np.ndarray:
         """Guess the layouts of messages from their lengths; return the numbers of the layouts.
 
-        For each of the `lengths`, this is the layout of the last message of this length; 0 if there
-        was none.
+        The guess for a length is the layout of the last message of this length, or 0 if there was
+        none.
         """
         numbers = map(self.latest.get, lengths.tolist(), itertools.repeat(0))
         return np.fromiter(numbers, np.int64, len(lengths))
@@ -66,7 +66,8 @@ class Layouts:
         `starts` has the byte position at which each message begins in a buffer. ``gather(dtype,
         places)`` must return a value of `dtype` from each of the byte positions `places` of the
         buffer of messages. The buffer must have at least eight bytes before each message, because
-        the first word that `unlike` compares may begin there.
+        messages are compared in words of eight bytes, and the first word may begin before the
+        message.
         """
         words = gather("<u8", starts[:, None] + self._words.take(kinds, axis=0))
         words &= self._masks.take(kinds, axis=0)

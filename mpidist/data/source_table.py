@@ -1,6 +1,7 @@
 """The data sources that a job file can name.
 
-To add a data source, write a function that returns the train and the test source, and a line here.
+To add a data source, write a function that returns the train and the test source, and add a line
+with its name to this module.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ class _Cursor:
 class DecompressionCache:
     """What the compressed files of a data set share: a cache of decompressed blocks.
 
-    It also keeps the decompressor that was used last, to continue where it stopped. `files` is the
-    number of files.
+    The object also keeps the decompressor that was used last, so that a read of the following bytes
+    continues where that decompressor stopped. `files` is the number of files.
 
     The cache has no lock, so only one thread at a time may use it.
     """

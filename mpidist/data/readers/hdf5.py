@@ -3,12 +3,12 @@
     file        images (60000, 28, 28)   chunks of 128 rows
     a batch     rows 5 9 130 4000        chunks 0, 1, 31: three reads, four rows
 
-If a dataset has filters, its chunks are read whole. The filters of HDF5 and h5py (gzip, lzf, szip,
-...) can be used, and also the filters of hdf5plugin if it is installed. If a dataset has no
-filters, the file contains the bytes of the rows as they are in memory. A batch of a dataset without
-filters is read without the HDF5 library. Without filters, only the rows of the batch are read, and
-not whole chunks. Rows that are close together in the file are read at once, with the gaps between
-them.
+If a dataset has filters (for example, if it is compressed), its chunks are read whole. The filters
+of HDF5 and h5py (gzip, lzf, szip, ...) can be used, and also the filters of hdf5plugin if it is
+installed. If a dataset has no filters, the file contains the bytes of the rows as they are in
+memory. A batch of a dataset without filters is read without the HDF5 library. Without filters, only
+the rows of the batch are read, and not whole chunks. Rows that are close together in the file are
+read at once, with the gaps between them.
 """
 
 from __future__ import annotations

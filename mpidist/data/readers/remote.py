@@ -87,7 +87,8 @@ def _copies(comm, urls, folder, ranks_per_node, *how) -> list[Path]:
 def is_remote(settings: Mapping) -> bool:
     """Return whether a data source's settings name a remote file.
 
-    This is so if a value is a text with ``://``, or a list that contains such a text.
+    A setting names a remote file if its value is a text with ``://``, or a list that contains such
+    a text.
     """
     return any("://" in text for value in settings.values() for text in _texts(value))
 

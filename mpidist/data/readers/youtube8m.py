@@ -3,8 +3,8 @@
     TFRecord files   Example {id, labels, mean_rgb, mean_audio}   ->   (n, 1024 + 128), (n, 3862)
 
 The labels of a video are the indices of its entities, which are topics. Most records have the same
-layout as an earlier record of the same length. A record with a known layout need not be decoded,
-since its values are at known positions (``message_layouts.py``).
+layout (positions of the values) as an earlier record of the same length. A record with a known
+layout need not be decoded (``message_layouts.py``).
 
 S. Abu-El-Haija et al., "YouTube-8M: a large-scale video classification benchmark", 2016,
 arXiv:1609.08675.
