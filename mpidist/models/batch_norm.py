@@ -4,8 +4,8 @@
     y = (x - mean) / sqrt(variance + eps)
     dx = (dy - mean(dy) - y mean(dy y)) / sqrt(variance + eps)
 
-The forward and the backward pass make one allreduce each, of two numbers per channel plus one
-number. The batches of the ranks may have different sizes, and may be empty. Gain and shift are
+The forward and the backward pass make one allreduce each, of two sums per channel and of the number
+of elements. The batches of the ranks may have different sizes, and may be empty. Gain and shift are
 ordinary parameters, with which the model itself computes ``gain * y + shift``.
 
 References: Ioffe and Szegedy, Batch Normalization, ICML 2015, arXiv:1502.03167. The ranks' sums of
@@ -48,8 +48,8 @@ def sync_moments(comm, x, axis):
     -------
     mean, variance : arrays
         Both have the axes of `x` that are not summed over, and the dtype of `x` (float32 if `x` has
-        half precision). All ranks get the same bits. The variance is the biased variance, a
-        division by n, as usual in batch normalisation.
+        half precision). All ranks get the same bits. The variance is the sum of the squared
+        distances from the mean divided by n, not by n - 1, as usual in batch normalisation.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def sync_moments(comm, x, axis):
 
 
 def sync_batch_norm(comm, x, axis, eps: float = 1e-5):
-    """Return (y, mean, variance, saved); y is `x` normalised by the moments of all ranks' batches.
+    """Return (y, mean, variance, saved); y is `x` normalised by the mean and variance of all ranks.
 
     Collective over `comm`. Use `mean` and `variance` to update running statistics. Pass `saved` to
     `sync_batch_norm_backward`. `x` is this rank's batch, which may be empty, and `axis` has the
@@ -125,7 +125,7 @@ def sync_batch_norm_backward(comm, dy, saved: Saved):
 
 
 def call_guard(comm, name: str):
-    """Return a context manager for a collective call: an exception of one rank is sent to all.
+    """Return a context manager for a collective call: if one rank raises an error, all ranks do.
 
     `name` is the name of the call, for error texts. Collective over `comm`.
     """
@@ -136,7 +136,7 @@ def call_guard(comm, name: str):
 
 
 def _count(x, axis) -> int:
-    """Return the number of elements of this rank's `x` that are averaged for each mean."""
+    """Return how many elements of this rank's `x` go into each mean: the product along `axis`."""
     try:
         return math.prod(x.shape[a] for a in (axis if isinstance(axis, tuple) else (axis,)))
     except (IndexError, TypeError):

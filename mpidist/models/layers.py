@@ -4,16 +4,18 @@
     dx = layer.backward(parameters, saved, dy, gradients, ready, first=False)
 
 A layer looks up its parameters by name at every call, so training code may replace them by views of
-another buffer. `forward` never changes x, so a saved x stays valid; `backward` may overwrite dy,
-the gradient with respect to y. `shapes` returns the names and shapes of the parameters in order;
-their gradients become ready in the reverse order.
+another buffer. `forward` never changes x, so a saved x stays valid. `backward` may overwrite dy,
+the gradient with respect to y. `shapes` returns the names and shapes of the parameters. `backward`
+calls ``ready(name)`` as soon as the gradient of a parameter is final, in the reverse of the order
+in `shapes`.
 
 Several batches may be in progress: `forward` of a second batch may be called before `backward` of
-the first batch, and the backward passes may run in any order. A backward pass takes everything that
-it needs from `saved` and x, so the bits do not depend on the order. The code that made x must not
-change x before the backward pass of this batch.
+the first batch, and the backward passes may run in any order. A backward pass takes all values from
+its arguments, so the bits of the gradients do not depend on the order of the passes. The code that
+made x must not change x before the backward pass of this batch, because `saved` may contain x.
 
-A layer may also offer the two halves of `backward`, which a schedule can call at different times:
+A layer may also offer the two halves of `backward`, which the schedule of a pipeline (the order of
+a rank's passes) can call at different times:
 
     dx = layer.backward_input(parameters, saved, dy)
     layer.backward_weights(parameters, saved, dy, gradients, ready)
@@ -35,8 +37,8 @@ piece, and no sum runs over the axis of pieces. The results of a piece (a batch)
 the number or the values of the other pieces, because no operation combines pieces.
 
 Images have the shape (pieces, channels, height, width, samples). Samples are the last axis, so a
-window of all images consists of a few long runs of memory, and the convolution of a piece is one
-matrix product:
+window of all images consists of a few long runs of memory. The convolution of a piece is one matrix
+product:
 
     weights (out, c k k)  @  columns (c k k, rows cols samples)  ->  (out, rows cols samples)
 
@@ -58,7 +60,7 @@ def _nothing(name: str) -> None:
 
 
 class _Fixed:
-    """The base class of layers without parameters, whose backward pass is `backward_input`."""
+    """The base class of layers without parameters: their `backward` only calls `backward_input`."""
 
     backward_input: Callable[..., Any]
 
@@ -209,7 +211,7 @@ class Convolution:
         return columns.reshape(pieces, channels * k * k, rows * cols * samples)
 
     def _room(self, x, shape):
-        """Return the scratch array with this shape; it has the values that the last call wrote."""
+        """Return the scratch array with this shape; it still has the values of its last use."""
         count = math.prod(shape)
         scratch = self._scratch
         if type(scratch) is not type(x) or scratch.size < count or scratch.dtype != x.dtype:
@@ -255,7 +257,7 @@ class MaxPool(_Fixed):
         return xp.maximum(left, right), (x, (left, right))
 
     def backward_input(self, parameters, saved, dy):
-        """Return the gradient of x: in each square, one largest value gets `dy`, others zero."""
+        """Return the gradient of x: `dy` at one largest value of each square, zero elsewhere."""
         x, (left, right) = saved
         xp, (height, width) = array_module(dy), self._even(x)
         to_left = dy * (left >= right)
@@ -305,7 +307,7 @@ class Features(_Fixed):
     """Turn images into one row of features per sample, in the order channel, height, width."""
 
     def forward(self, parameters, x):
-        """Return (y, shape of x); y is a transposed view, which a matrix product can use."""
+        """Return (y, shape of x); y is a view of x, with the samples as its second axis."""
         return x.reshape(len(x), math.prod(x.shape[1:4]), x.shape[4]).swapaxes(1, 2), x.shape
 
     def backward_input(self, parameters, shape, dy):

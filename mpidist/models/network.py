@@ -56,7 +56,7 @@ class Network:
         Number of scores per sample.
     seed : int
     state : dict of str to array
-        Empty, because these models keep no statistics.
+        Empty, because these models keep no statistics such as running means.
     """
 
     def __init__(self, layers: Sequence, sample_shape: Sequence[int], seed: int = 0):
@@ -74,18 +74,19 @@ class Network:
     def parameters(self) -> dict:
         """The parameters of all layers, by name, which training code may replace.
 
-        The parameters are float32, in the order of the forward pass; gradients become ready in the
-        reverse order. The parameters are made when they are first used, because a stage of a
-        pipeline needs only the parameters of its own layers.
+        The parameters are float32, in the order of the forward pass. The backward pass computes
+        their gradients in the reverse order. The parameters are made when they are first used,
+        because a stage of a pipeline needs only the parameters of its own layers.
         """
         return self.initial_parameters()
 
     def initial_parameters(self, start: int = 0, stop: int | None = None) -> dict:
-        """Return new parameters for ``layers[start:stop]``, with the values of the whole model.
+        """Return new parameters for ``layers[start:stop]``, equal to those of the whole new model.
 
-        The weights of the layers before `start` are drawn and dropped in small parts, so a stage of
-        a pipeline needs no memory for them. If a layer is split over ranks, only this rank's part
-        is returned, with the same values as in the whole layer.
+        The random numbers for the layers before `start` are drawn too, because the later numbers
+        follow them. They are drawn and dropped in small parts, so a stage of a pipeline needs no
+        memory for the layers before it. If a layer is split over ranks, only this rank's part is
+        returned, with the same values as in the whole layer.
         """
         stop = len(self.layers) if stop is None else stop
         if not 0 <= start <= stop <= len(self.layers):

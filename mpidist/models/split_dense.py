@@ -9,13 +9,15 @@ All ranks have the same x, and get the same y. With 4 ranks, rank 1 has:
 
 For n samples, with `columns` both passes together send ``n * outputs`` values by allgather and ``n
 * inputs`` values by allreduce. With `rows` both passes send ``n * inputs`` values by allgather and
-``n * outputs`` values by allreduce. So `columns` suits a layer with more outputs than inputs, such
-as a classifier with many classes, and `rows` suits a layer with more inputs than outputs.
+``n * outputs`` values by allreduce. An allreduce sends about twice as many bytes as an allgather of
+as many values. So `columns` suits a layer with more outputs than inputs, such as a classifier with
+many classes, and `rows` suits a layer with more inputs than outputs.
 
-Every rank adds the same terms as a rank with the whole layer. Gathered values have the same bits as
-in the whole layer, if BLAS computes a part of a product in the same way as the whole product.
-Summed values differ in the last bits, because the order of the additions differs. The order of the
-sum is fixed (`reproducible`), so all ranks have the same bits in each run.
+The ranks together add the same terms as one rank with the whole layer. Gathered values have the
+same bits as in the whole layer, if BLAS computes a part of a product in the same way as the whole
+product. Summed values differ in the last bits, because the order of the additions differs. The
+allreduce adds in a fixed order (its argument `reproducible` is true), so all ranks have the same
+bits, and every run with as many ranks gives the same bits.
 
 Reference: Shoeybi et al., Megatron-LM, 2019, arXiv:1909.08053.
 """
@@ -49,8 +51,8 @@ class SplitDense:
     Parameters
     ----------
     comm : MPI.Comm
-        The ranks with the parts. Do not train these ranks together with one `md.train` or one
-        `md.Stage`, because these expect that all ranks have equal parameters.
+        The ranks over which the weights are split. Do not train these ranks together with one
+        `md.train` or one `md.Stage`, because these expect that all ranks have equal parameters.
         `md.Pipeline(split=...)` makes such layers for `md.train`.
     name : str
         The parameters are called ``name.weight`` and ``name.bias``.
@@ -160,7 +162,7 @@ class SplitDense:
         ready(f"{self.name}.weight")
 
     def _part(self, array):
-        """Return this rank's features."""
+        """Return this rank's features of `array`, which has the features of all ranks."""
         return array[..., self.start : self.stop]
 
     def _summed(self, array):

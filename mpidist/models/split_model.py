@@ -47,8 +47,9 @@ def check_split_settings(split, split_ranks) -> None:
 def split_ways(size: int, others: int, split_ranks: int | None) -> int:
     """Return how many of `size` ranks share each split layer.
 
-    `others` is the number of stages times the number of replicas, or 0 if it is not known.
-    `split_ranks` is the requested number of ranks, or None for as many as possible.
+    `others` is the number of stages of the pipeline times the number of its replicas, or 0 if this
+    product is not known. `split_ranks` is the requested number of ranks, or None for as many as
+    possible.
     """
     if split_ranks is None and not others:
         raise ConfigError("split needs stages, cuts, replicas or split_ranks; give stages")
