@@ -27,11 +27,12 @@ def adam(
 
     Pitfalls: the size of a step does not depend on the scale of the gradient. Scaling the gradients
     that are sent to a parameter server therefore has no effect; pass ``update`` a `weight`, which
-    scales `lr`, instead. The means of gradients and of squares decay with every update; on an
-    asynchronous server, every gradient that a worker sends is an update. A server that updates one
-    part of an array computes the same bits as a worker that updates the whole array, because Adam
-    never sums over an array. In float16 the default `eps` would be rounded to zero, which `init`
-    refuses: keep float32 parameters, or pass ``eps=1e-4``.
+    scales `lr`, instead. The means of gradients and of squares decay with every update. On an
+    asynchronous server, every gradient that a worker sends is an update, so the means decay several
+    times per global step. A server that updates one part of an array computes the same bits as a
+    worker that updates the whole array, because Adam never sums over an array. In float16 the
+    default `eps` would be rounded to zero, which `init` refuses: keep float32 parameters, or pass
+    ``eps=1e-4``.
 
     If a gradient has only some rows of a parameter, the other rows do not change, and their two
     means do not decay in this update; t counts all updates. So both means of a row are means of the

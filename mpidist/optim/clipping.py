@@ -46,9 +46,9 @@ def clipped(optimizer: Optimizer, max_norm: float) -> Optimizer:
     """Return an optimizer that clips the gradients to a global norm of `max_norm` before updates.
 
     Use the returned optimizer with `md.train` and AllReduce, or in your own loop. In a job file,
-    set ``clip_norm = 1.0`` in the table of the optimizer. An optimizer that clips is not
-    elementwise, because the norm is a sum over all tensors. A parameter server has only some of the
-    tensors. Parameter servers therefore use the inner optimizer (without clipping), and take
+    set ``clip_norm = 1.0`` in the table of the optimizer. An optimizer that clips cannot update an
+    array part by part, because the norm is a sum over all tensors. A parameter server has only some
+    of the tensors. Parameter servers therefore use the inner optimizer (without clipping), and take
     `max_norm` as their ``clip_norm``.
     """
     max_norm = _check(max_norm)

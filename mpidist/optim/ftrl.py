@@ -26,7 +26,8 @@ def ftrl(lr: Rate, beta: float = 1.0, l1: float = 0.0, l2: float = 0.0) -> Optim
 
     Pitfalls: an element that begins at 0 stays 0 until its gradients add up to more than `l1`. On
     an asynchronous parameter server, the gradient of each of k workers is an update of its own,
-    with the weight 1/k. An update of weight w adds ``w * g * g`` to n.
+    with the weight 1/k. An update of weight w adds ``w * g * g`` to n, so k updates of weight 1/k
+    with equal gradients make n as large as one update of weight 1.
 
     Parameters
     ----------

@@ -11,13 +11,14 @@ from .schedules import Rate, check_range
 def momentum(lr: Rate, beta: float = 0.9, weight_decay: float = 0.0) -> Optimizer:
     """Make an optimizer with heavy-ball momentum, ``v = beta * v + g; p -= lr * v``.
 
-    Over all later updates, a gradient g moves the parameters by ``lr / (1 - beta) * g`` in total.
-    With beta=0.9, a gradient moves the parameters ten times as far as in plain gradient descent
-    with the same `lr`. On an asynchronous parameter server, the velocity decays with every gradient
-    that a worker sends, not with every global step. The total distance that a gradient moves the
-    parameters stays the same, but old gradients lose their effect sooner. The faster decay makes
-    asynchronous training more stable, because stale gradients also act like momentum. The velocity
-    is a sum of gradients and does not contain `lr`, so a lower `lr` takes effect at once.
+    Over its own and all later updates, a gradient g moves the parameters by ``lr / (1 - beta) * g``
+    in total. With beta=0.9, a gradient moves the parameters ten times as far as in plain gradient
+    descent with the same `lr`. On an asynchronous parameter server, the velocity decays with every
+    gradient that a worker sends, not with every global step. The total distance that a gradient
+    moves the parameters stays the same, but old gradients lose their effect sooner. The faster
+    decay makes asynchronous training more stable, because stale gradients also act like momentum.
+    The velocity is a sum of gradients and does not contain `lr`, so a lower `lr` takes effect at
+    once.
 
     If a gradient has only some rows of a parameter, the other rows do not change. The velocity of a
     row without a gradient does not decay, and acts again when the row gets its next gradient. A row

@@ -42,8 +42,8 @@ class Optimizer:
 
     `update` may have an attribute ``bind``. ``bind(gradients, state, parameters)`` then returns a
     function of `weight`, which updates the given arrays without looking them up again. ``bind``
-    returns None if this would save no time. An update by ``bind`` has the same bits as an update by
-    `update`.
+    returns None if such a function would save no time. An update by ``bind`` has the same bits as
+    an update by `update`.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class Optimizer:
         the learning rate would not work, because Adam ignores the scale of gradients. If `update`
         gets only some of the parameters that `init` got, it updates only these parameters.
     elementwise : bool
-        True if updating the shards of an array one by one gives the same bits as updating the whole
+        True if updating the parts of an array one by one gives the same bits as updating the whole
         array.
     settings : dict
         The arguments of the function that made the optimizer, as numbers and strings, for summaries
@@ -74,7 +74,8 @@ class Optimizer:
         some rows then has the same bits as an update of all rows with zero gradients in the other
         rows.
     inner : Optimizer or None
-        The optimizer that gets the gradients after they are clipped, see `clipped`.
+        The optimizer that gets the gradients after they are clipped (see `clipped`); None if this
+        optimizer does not clip gradients.
     """
 
     name: str

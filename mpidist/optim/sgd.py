@@ -15,8 +15,8 @@ def sgd(lr: Rate, weight_decay: float = 0.0) -> Optimizer:
     of each of k workers is an update of its own, whose weight 1/k multiplies `lr`. Such k updates
     of weight 1/k equal one update with the mean gradient, if all gradients are computed at the same
     parameters, `lr` does not change between the updates, and `weight_decay` is 0. A parameter
-    server in synchronous mode (SSP with staleness 0) therefore gives the same result as serial
-    training.
+    server in synchronous mode (stale synchronous parallel, SSP, with staleness 0: no worker is a
+    step ahead of another) therefore gives the same result as serial training.
 
     If a gradient has only some rows of a parameter, the weight decay of the other rows is skipped.
     Without weight decay, the result is the same as with a gradient that has zeros in the other
