@@ -155,8 +155,9 @@ def _cut(source, cut: tuple[slice, ...], target, block: int) -> Iterator[ReadIte
     `source` is the (file number, offset in the file, shape) of the array. A row is a sub-array at
     one index of the first axis. If the box has only full rows, one item reads them all as one range
     of bytes. If the box has only a part of each row, and a row is not longer than a block of the
-    file, the items read whole rows, since whole blocks must be read anyway. If a row is longer than
-    a block, the row is treated as an array of its own.
+    file, the items read whole rows, since each block that has a part of a row must be read whole
+    anyway, to compare its checksum. If a row is longer than a block, the row is treated as an array
+    of its own.
     """
     file, offset, shape = source
     first, last = (cut[0].start, cut[0].stop) if shape else (0, 1)

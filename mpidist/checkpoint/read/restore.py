@@ -57,7 +57,7 @@ class Leaf(NamedTuple):
     """The description of a leaf of the state that a rank wants to fill.
 
     shape : the global shape, or None if the leaf is not an array.
-    whole : whether other ranks may read the leaf for this rank.
+    whole : whether other ranks may read parts of the leaf, and send them to this rank.
     staged : bytes of temporary host memory that the leaf needs on its way to a device.
     """
 
