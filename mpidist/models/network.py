@@ -172,7 +172,7 @@ class Network:
         `scores` are the outputs of the last layer, of shape (pieces, samples, classes). `labels`
         are integers from 0, of shape (pieces, samples). A piece without samples has loss 0.
 
-        Raises ConfigError for labels of another shape, or beyond the classes.
+        Raises ConfigError for labels of another shape, or (on the host) outside 0 to classes - 1.
         """
         if labels.ndim != 2 or tuple(scores.shape) != (*labels.shape, self.classes):
             raise ConfigError(
