@@ -29,7 +29,7 @@ def allgather(comm, x, *, counts=None, out=None, algorithm="auto"):
         other axes are the same on every rank.
     counts : sequence of int, optional
         The number of rows of each rank's block. Without `counts`, each rank sends the number of its
-        rows to the others (8 bytes).
+        rows to the other ranks (8 bytes).
     out : array, optional
         The array that receives all blocks.
     algorithm : str
@@ -39,7 +39,7 @@ def allgather(comm, x, *, counts=None, out=None, algorithm="auto"):
     ------
     ConfigError, MismatchError
         An argument is wrong, the length of `x` differs from ``counts[rank]``, or the ranks differ
-        in dtype, in another axis than the first, or in the order of calls.
+        in dtype, in the length of another axis than the first, or in the order of calls.
     """
     context = of(comm)
     with context.call("allgather"):

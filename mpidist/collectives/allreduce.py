@@ -62,8 +62,8 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
     Raises
     ------
     ConfigError
-        For an unknown op or algorithm, a read-only array, the mean of integers, a weight that is
-        negative or not finite (then on all ranks), and weights that add up to zero.
+        For an unknown op or algorithm, a read-only array, and the mean of integers. On all ranks,
+        if the weight of one rank is negative or not finite, or if all weights add up to zero.
     MismatchError
         On all ranks, if they differ in shape, dtype, op, algorithm or order of calls.
 
@@ -112,7 +112,10 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
 def _prepare(
     context: Context, x, op, out, algorithm: str, weight
 ) -> tuple[list, list, float | None]:
-    """Return the prepared operations to run, their vectors, and the sum of weights. Collective."""
+    """Return the prepared operations of an allreduce, their vectors, and the sum of weights.
+
+    Collective.
+    """
     if not isinstance(x, Arena):
         target = _target(x, out)
         total = sum_of_weights(context, op, weight, algorithm)
@@ -212,8 +215,8 @@ def iallreduce(
     For `iallreduce`, the algorithms "auto" and "native" mean "two_hop" on up to 16 ranks, and
     "butterfly" on more ranks. Both "two_hop" and "butterfly" have few rounds of messages, which
     helps if the program calls ``test`` rarely. MPI's own nonblocking allreduce is not used, because
-    it is slower for long vectors, and because a rank could not leave it if other ranks made a
-    different call. Errors in the values, such as weights that add up to zero, are raised by
+    it is slower for long vectors, and because a rank could not leave MPI's operation if other ranks
+    made a different call. Errors in the values, such as weights that add up to zero, are raised by
     ``handle.wait()``.
     """
     context = of(comm)  # first, since `of` installs the hook that ends a failed job
@@ -245,8 +248,8 @@ class Plan(partial):
     algorithm : str
         The algorithm that runs, even if the caller has asked for "auto".
     plan : object
-        The object that runs the operation; for an arena a list of such objects, one for each
-        vector.
+        The object that runs the operation. For an `Arena` (tensors in shared memory), a list of
+        such objects: one for each vector, that is, for all tensors of one dtype.
     """
 
     algorithm: str
@@ -354,14 +357,17 @@ def _target(x, out):
 
 
 def _weight_sums(context: Context, op, weight):
-    """Return `weight` as four numbers to sum over ranks (`weight_sums`); `op` must be "mean"."""
+    """Return the numbers of `weight_sums` for `weight`; ConfigError unless `op` is "mean"."""
     if op != "mean":
         raise ConfigError(f"weight={shown(weight)} needs op='mean', got op={shown(op)}")
     return weight_sums(weight, context.rank)
 
 
 def sum_of_weights(context: Context, op, weight, algorithm: str) -> float | None:
-    """Return the sum of all ranks' weights, or None if `weight` is None. Collective otherwise."""
+    """Return the sum of all ranks' weights, or None if `weight` is None.
+
+    Collective unless `weight` is None.
+    """
     if weight is None:
         return None
     sums = _weight_sums(context, op, weight)

@@ -40,7 +40,7 @@ def packed(x):
 
 
 class BlockVector:
-    """The part of a long vector that this rank stores, with the positions of the long vector.
+    """The part of a long vector that this rank stores, indexed by positions in the long vector.
 
     The part begins at position `start`. ``vector[a:b]`` returns the elements at the positions a to
     b - 1 of the long vector, all of which this rank must store.

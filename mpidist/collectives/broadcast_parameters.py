@@ -83,7 +83,11 @@ def broadcast_parameters(comm, params, *, root=0):
 
 
 def _difference(everyone: list[list[str]], root: int) -> str | None:
-    """Return which ranks differ from the root and how, as text; None if all ranks agree."""
+    """Return a text that names ranks whose tensors differ from the root's, and one difference.
+
+    `everyone` has the names, shapes and dtypes of each rank's tensors. Returns None if they are
+    equal on all ranks.
+    """
     other = next((lines for lines in everyone if lines != everyone[root]), None)
     if other is None:
         return None

@@ -110,7 +110,10 @@ class AllreducePlan(CachedPlan):
         self.divides = engine is not None and engine.divides and reduction.mean
 
     def __call__(self, x, weight=None, total=None):
-        """Run the allreduce on `x`, in place; return `x`. Collective."""
+        """Run the allreduce on `x`, in place; return `x`. Collective.
+
+        For a weighted mean, `weight` is this rank's weight, and `total` the sum of all weights.
+        """
         context, engine = self.context, self.engine
         try:
             if total is None:

@@ -51,8 +51,8 @@ def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"
 
     Notes
     -----
-    The default is the first half of Patarasuk and Yuan's ring, JPDC 69(2), 2009, in which each of p
-    ranks sends (p-1)/p of the bytes of `x`.
+    The default, "ring", is the first half of Patarasuk and Yuan's ring, JPDC 69(2), 2009, in which
+    each of p ranks sends (p-1)/p of the bytes of `x`.
     """
     context = of(comm)
     with context.call("reduce_scatter"):

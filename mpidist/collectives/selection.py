@@ -3,10 +3,10 @@
 Vectors whose bytes round up to the same power of two are in the same size class. The first
 allreduce of a size class measures the possible algorithms one after the other, on this communicator
 and on a vector as long as the user's (up to a limit). The time of an algorithm is the time of the
-slowest rank, so all ranks make the same choice. The table of choices can be printed, stored in a
-checkpoint and restored, so that a resumed run adds in the same order as the run that wrote the
-checkpoint. Choices whose winner was clearly the fastest are stored in a file, for later runs on the
-same kind of cluster (`selection_cache`).
+slowest rank, which all ranks learn, so all ranks make the same choice. The table of choices can be
+printed, stored in a checkpoint and restored, so that a resumed run adds in the same order as the
+run that wrote the checkpoint. Choices whose winner was clearly the fastest are stored in a file,
+for later runs on the same kind of cluster (`selection_cache`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _LARGEST = 64 << 20
 
 
 def size_class(nbytes: int) -> int:
-    """Return the size class of a vector: log2 of its bytes, rounded up, but from 3 to 26."""
+    """Return the size class of a vector: log2 of its bytes, rounded up, at least 3, at most 26."""
     return min(max((nbytes - 1).bit_length(), 3) if nbytes else 3, _LARGEST.bit_length() - 1)
 
 
@@ -213,7 +213,10 @@ def _from_rank_0(context: Context, data: bytes) -> bytes:
 
 
 def _measure(context: Context, signature: Signature, reduction, n: int, make, names) -> dict:
-    """Return the fastest algorithm, the share of rounds in which it was fastest, and all times."""
+    """Measure the algorithms `names`; return the fastest and all times, as `table` does.
+
+    Collective.
+    """
     probe = signature._replace(kind="selection", shape=f"({n})")
     plans = [make(context, probe, reduction, (n,), name) for name in names]
     data = np.zeros(n, reduction.work)
@@ -242,7 +245,10 @@ def _measure(context: Context, signature: Signature, reduction, n: int, make, na
 
 
 def _fastest(names, typical: np.ndarray) -> int:
-    """Return the index of the fastest algorithm, or of a preferred one that is nearly as fast."""
+    """Return the index of the fastest algorithm, or of a preferred one that is nearly as fast.
+
+    `typical` has the time of each algorithm in `names`.
+    """
     best = int(typical.argmin())
     for other in _BEFORE.get(names[best], ("native",)):
         if other in names and typical[names.index(other)] <= _TIE * typical[best]:

@@ -53,7 +53,10 @@ def plans_of(context: Context, arena: Arena, op, algorithm: str) -> list[Allredu
 
 
 def _settle(context: Context, arena: Arena, algorithm: str) -> str:
-    """Return the algorithm for this arena; it uses shared memory where possible. Collective."""
+    """Return the algorithm that sums `arena` (tensors in shared memory). Collective.
+
+    The result is an algorithm that uses the shared memory, if `algorithm` allows one.
+    """
     topology = arena.topology
     alone = topology.nodes == topology.size  # every rank alone on its node
     if algorithm not in (algorithms.MEASURED, *algorithms.NODE) or alone or not arena.shared:

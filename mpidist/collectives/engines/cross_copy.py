@@ -54,7 +54,8 @@ class CrossProgram(NodeProgram):
 
     In these steps, positions ``[r n, (r + 1) n)`` mean the n elements of the vector of local rank
     r. If the Linux kernel cannot read or write the vector of a rank, this rank writes the address
-    0, and all ranks then run the algorithm `staged` instead.
+    0, and all ranks then run the algorithm `staged` instead, which copies the vectors through
+    shared buffers.
     """
 
     def __init__(
@@ -101,8 +102,9 @@ class CrossProgram(NodeProgram):
     def run(self, work, key, number: int = 0, divisor=None) -> None:
         """Run all steps on the 1-D vector `work`. Collective over the node.
 
-        The argument `key` identifies the operation. `key` is None if this object runs the second
-        half of an allreduce; `prepare` has then been called with the same vector.
+        The argument `key` is a number that identifies the operation. For the second half of an
+        allreduce (the allgather) `key` is None, and the caller has called `prepare` with the same
+        vector.
         """
         gate, rounds = self.gate, self.rounds
         if key is not None:

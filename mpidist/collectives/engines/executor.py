@@ -209,7 +209,8 @@ class Run:
     def finish_sends(self, error: BaseException) -> None:
         """Wait at most one second until MPI has sent all messages from the caller's memory.
 
-        If `error` reports a death, the messages may never end, and their memory is kept instead.
+        If `error` reports the death of a rank, the sends may never end. The method then returns at
+        once, and keeps the memory of the messages until the process ends.
         """
         if ulfm.is_death(error):
             ulfm.keep_alive(self)

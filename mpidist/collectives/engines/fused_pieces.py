@@ -37,10 +37,11 @@ from .reductions import resolve
 
 
 def can_overlap(arena: Arena, algorithm: str) -> bool:
-    """Whether buckets (parts) of `arena` can be summed while the program computes.
+    """Whether buckets (parts) of the tensors in `arena` can be summed while the program computes.
 
-    With one node the result is False, because overlap would save nothing: no messages are sent, and
-    the additions need the same processor cores as the backward pass.
+    An arena has tensors in shared memory. With one node the result is False, because a sum that
+    runs while the program computes would save nothing: no messages are sent, and the additions need
+    the same processor cores as the backward pass.
     """
     topology = arena.topology
     if topology.nodes == 1:
@@ -72,7 +73,7 @@ def bucket(arena: Arena, k: int, start: int, stop: int, algorithm: str = MEASURE
 
 
 class LaneBucket:
-    """A prepared sum of one bucket (a part of an arena), for nodes of several ranks.
+    """A prepared sum of one bucket (a part of tensors in shared memory), on nodes of several ranks.
 
     The sum can run many times.
     """
@@ -96,7 +97,7 @@ class LaneBucket:
         self.counters = total_of(self.add, self.show, self.program)
 
     def start(self) -> LaneRun:
-        """Begin to sum the bucket; this rank has filled in all its values before. Collective."""
+        """Begin to sum the bucket; this rank has written all its values before. Collective."""
         try:
             return LaneRun(self)
         except ProtocolError:  # the operation has not begun
@@ -106,7 +107,7 @@ class LaneBucket:
             raise
 
     def break_off(self, error: BaseException, sequence: int | None = None) -> None:
-        """Stop all ranks of the node at the bucket's next barrier, and send `error` to all."""
+        """Stop all ranks of the node at the bucket's next barrier; send `error` to all ranks."""
         mine = self.lines[self.mine]
         for line in (self.line, self.line + 8):
             mine[line] = min(mine[line], ~mine[line])  # a second call changes nothing
@@ -134,7 +135,7 @@ class LaneBucket:
 
 
 class LaneRun:
-    """One running sum of a bucket (a part of an arena), which the method `test` continues.
+    """One running sum of a bucket (a part of tensors in shared memory); `test` continues it.
 
     The docstring of the module describes the three stages of the sum.
     """

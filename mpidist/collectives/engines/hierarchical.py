@@ -73,10 +73,10 @@ def lane_program(
 ) -> tuple[slice, Program | None]:
     """Return the part of a vector that this rank sums between nodes, and the object that sums it.
 
-    The part is a slice of the `n` elements. The slice is empty on a rank that sums nothing between
-    nodes, because the smallest node has fewer ranks. The object is None on such a rank, and on all
-    ranks if there is only one node. `name` is the algorithm of the sum; None means a ring or a
-    butterfly.
+    The part is a slice of the `n` elements. On each node, as many ranks sum between nodes as the
+    smallest node has. On the other ranks the slice is empty. The object is None if the slice is
+    empty, and on all ranks if there is only one node. `name` is the algorithm of the sum; None
+    means a ring or a butterfly.
     """
     lanes, lane, dtype = lanes_of(topology), topology.local_rank, reduction.work
     if lane >= lanes:

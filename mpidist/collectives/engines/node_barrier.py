@@ -13,10 +13,10 @@ returns an incomplete sum.
 Memory order: a rank writes its data before its counter, and another rank reads the counter before
 the data. If a processor reordered these accesses, a rank could read old data after a new counter.
 x86 processors keep stores in order and loads in order (TSO), the streaming copies of the kernel and
-the C library end in a fence, and an aligned 8-byte write is atomic. On x86, the counters therefore
-need no fence instructions. Other processors may reorder memory accesses. On such processors, the
-ranks therefore use an MPI barrier in place of the counters, because its messages keep the accesses
-in order.
+the C library end in a fence (an instruction that orders memory accesses), and an aligned 8-byte
+write is atomic. On x86, the counters therefore need no further fences. Other processors may reorder
+memory accesses. On such processors, the ranks therefore use an MPI barrier in place of the
+counters, because its messages keep the accesses in order.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class NodeProgram(Engine):
 class SharedProgram(NodeProgram):
     """An object that runs the steps of one rank on vectors in shared memory, between barriers.
 
-    For the positions ``[a, b)`` of a schedule, ``memory[a:b]`` is the array of the values there.
+    The steps name elements by positions; ``memory[a:b]`` has the elements at positions ``[a, b)``.
     """
 
     def __init__(self, gate: NodeBarrier | None, steps: list[Step], memory, ufunc: np.ufunc):

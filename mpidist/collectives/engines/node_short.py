@@ -90,7 +90,10 @@ def _hot_path(short: NodeShort, signature: Signature, shape, rank: int):
     calls = 0
 
     def add_all(odd: int, x: np.ndarray) -> np.ndarray:
-        """Return the sum of all ranks' vectors, in `x` if its dtype and layout allow that."""
+        """Return the sum of all ranks' vectors, in `x` if its dtype and layout allow that.
+
+        `odd` (0 or 1) says which of each rank's two buffers contains the vector.
+        """
         result = x if x.dtype == work and x.flags.c_contiguous and not twice else scratch
         ufunc.reduce(slots[odd], axis=0, dtype=work, out=result, initial=None)
         return result[:1].reshape(shape) if twice else result

@@ -61,8 +61,8 @@ class PieceSum:
     pieces : int
         The number of vectors of all ranks together, at least 1; a rank may have none.
     votes : int
-        How many elements at the end of the result are sums over the ranks, and not over the
-        vectors: every rank, even one without vectors, passes these numbers to `finish`.
+        The number of elements at the end of the result that are sums over the ranks, and not over
+        the vectors. Every rank, even one without vectors, passes this many numbers to `finish`.
     like : array, optional
         A device array if the vectors are on a device.
 
@@ -160,12 +160,12 @@ class PieceSum:
         self._join((self._next - 1, self._next))
 
     def begin_piece(self, weight: float = 1.0, *, out=None) -> Callable[[int, np.ndarray], None]:
-        """Begin the next piece (summand) of this rank, which comes in parts, in main memory.
+        """Begin the next piece (summand) of this rank, which the caller adds in several parts.
 
-        Returns ``add(start, part)``, which adds ``weight * part`` to the elements from `start` on.
-        Each element must be added once, before anything else is added. `out` is the array that the
-        caller will pass to `finish`, or None. If this rank has all pieces and this is the last one,
-        the sum is written into `out` at once.
+        Returns the function ``add(start, part)``, which adds ``weight * part`` to the elements from
+        `start` on; `part` is in host memory. Each element must be added once, before anything else
+        is added. `out` is the array that the caller will pass to `finish`, or None. If this rank
+        has all pieces and this is the last one, the sum is written into `out` at once.
         """
         self._take(1)
         top, weight = len(self._stack), self.dtype.type(weight)
@@ -218,7 +218,7 @@ class PieceSum:
         self._weight = self.dtype.type(weight)
 
     def _weigh(self) -> None:
-        """Multiply the newest row by its weight, if that is not done yet."""
+        """Multiply the vector that was stored last by its weight, if that is not done yet."""
         weight, self._weight = self._weight, None
         if weight is not None:
             self.rows[len(self._stack) - 1] *= weight
@@ -266,15 +266,16 @@ class PieceSum:
         self._next += count
 
     def _join(self, node) -> None:
-        """Add the newest row (the sum of tree node `node`) to earlier rows, as the tree demands."""
+        """Add the newest sum, that of tree node `node`, to earlier sums, as the tree demands."""
         joins = fixed_tree.push(self._stack, node, self.pieces)
         for right in range(len(self._stack) + joins - 1, len(self._stack) - 1, -1):
             self.rows[right - 1] += self.rows[right]
 
     def prepare(self) -> None:
-        """Prepare the messages of the sum, so that `begin` waits for nobody. Collective.
+        """Prepare the messages of the sum, so that `begin` waits for no other rank. Collective.
 
-        The method does nothing for device arrays, on a single node, or with votes.
+        The method does nothing for device arrays, if the ranks of one node share memory for the
+        sum, or if some elements of the result are sums over ranks (`votes`).
         """
         sent = self.context.size > 1 and self._plan is None and isinstance(self.rows, np.ndarray)
         if sent and not self.votes and self.n:
@@ -338,7 +339,11 @@ class PieceSum:
         self._next = self.mine.start
 
     def _message_plan(self, length: int) -> CachedPlan:
-        """Return the plan of the sum by messages. The first call for a length is collective."""
+        """Return the prepared operation (plan) that adds the ranks' partial sums by messages.
+
+        `length` is the number of elements of this rank's partial sums. The first call for a length
+        is collective.
+        """
 
         def steps(size: int, rank: int, _length: int, itemsize: int):
             count = algorithms.segments(self.n * itemsize, size)

@@ -116,7 +116,7 @@ def check_counts(counts, total: int | None, size: int) -> np.ndarray:
 
 
 def counts_text(lengths: np.ndarray) -> str:
-    """Return `counts` as text that ranks can compare; long lists are replaced by a digest."""
+    """Return the `lengths` of blocks as text that ranks can compare; for long lists, a digest."""
     if len(lengths) <= _SHOWN:
         return f"counts=({', '.join(map(str, lengths.tolist()))})"
     digest = hashlib.blake2b(lengths.tobytes(), digest_size=8).hexdigest()

@@ -52,12 +52,12 @@ def settle(context: Context, name: str) -> str:
 def make_engine(
     context: Context, signature: Signature, reduction: Reduction, shape, name: str, slots=None
 ):
-    """Return a pair of an engine (the object that runs algorithm `name`) and None. Collective.
+    """Return a pair with the engine, the object that runs the algorithm `name`. Collective.
 
-    A short engine, which takes the user's array, is the first of the pair: (engine, None). All
-    other engines take a 1-D vector, and are the second of the pair: (None, engine).
+    If the engine takes the user's array (an engine for short vectors), the pair is (engine, None).
+    If the engine takes a 1-D vector, the pair is (None, engine).
 
-    If there is only one rank, both returned values are None. If the vector is in an arena (shared
+    If there is only one rank, the pair is (None, None). If the vector is in an arena (shared
     memory), `slots` is the list of the vectors of all local ranks.
     """
     n = prod(shape)
@@ -127,7 +127,8 @@ def halves_on_slots(topology: Topology, slots: list, ufunc, gate: NodeBarrier | 
 
     The first object runs the reduce-scatter, and the second one the allgather. `slots` is the list
     of the vectors of all ranks of the node. `gate` is the barrier at which the ranks of the node
-    wait for each other; without it, the caller separates the steps itself.
+    wait for each other; without `gate`, the caller makes the ranks wait for each other between the
+    steps.
     """
     n = slots[0].size
     place = topology.local_size, topology.local_rank, n

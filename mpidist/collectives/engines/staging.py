@@ -1,6 +1,7 @@
 """Allreduce inside a node: private vectors are copied, piece by piece, through shared memory.
 
-Each rank owns one part of the vector, and sums this part over all ranks of the node. The schedule
+Each rank owns one part of the vector, and sums this part over all ranks of the node. A part is
+copied and summed in pieces that fit into the shared buffer. The schedule (list of steps)
 `node.staged` has a separate copy step for the piece of each owner (the rank that sums a part). This
 module copies the pieces of neighbouring ranks in one NumPy call: it treats both the vector and the
 shared buffer as matrices with a row for each rank that owns a part. Because one NumPy call copies
@@ -10,9 +11,10 @@ many pieces, a node of 256 ranks needs no more calls than a node of 17.
     matrix     row 0    row 1    row 2            one element longer than the others
     piece t    [:, t * piece : (t + 1) * piece]
 
-Between two barriers a rank calls one or more of the methods `stage`, `add`, `publish` and `fetch`.
-Each rank adds in the same order as in `node.staged`: its own piece first, then the other ranks'
-pieces in rank order.
+Between two barriers a rank calls one or more of the methods `stage` (copy values to shared memory
+for their owners), `add`, `publish` (copy a sum to shared memory) and `fetch` (copy sums from
+there). Each rank adds in the same order as in `node.staged`: its own piece first, then the other
+ranks' pieces in rank order.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ Matrices = tuple[np.ndarray, np.ndarray]
 
 
 class _Block(NamedTuple):
-    """Equally long pieces of neighbouring ranks' parts, which one NumPy call copies together."""
+    """Equally long pieces of the vector that neighbouring ranks sum; one NumPy call copies all."""
 
     matrix: int
     owners: slice | int
@@ -98,7 +100,11 @@ class StagedProgram(NodeProgram):
         )
 
     def _make_round(self, buffer: int, *lengths: int) -> _Round:
-        """Return the `_Round` (memory between syncs) of buffer 0 or 1, for pieces of `lengths`."""
+        """Return the `_Round`: the memory that this rank uses between two barriers.
+
+        `buffer` (0 or 1) says which half of the shared buffers is used. `lengths` are the lengths
+        of a piece in each of the two matrices of the vector.
+        """
         others, everyone, mine, rank = [], [], None, self.rank
         few = self.size <= node.FEW_RANKS
         added: list[np.ndarray] | np.ndarray = []

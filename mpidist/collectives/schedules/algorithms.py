@@ -34,7 +34,10 @@ MAX_SCRATCH = 4 << 30
 
 
 def segments(nbytes: int, size: int) -> int:
-    """Return the number of segments into which a ring cuts each chunk of a vector of `nbytes`."""
+    """Return the number of messages into which a ring cuts each chunk that a rank sends.
+
+    The vector has `nbytes` bytes, and is cut into one chunk for each of `size` ranks.
+    """
     return max(1, min(MAX_SEGMENTS, MAX_SCHEDULE // size, nbytes // size // SEGMENT_BYTES))
 
 
@@ -53,7 +56,7 @@ def check_scratch(name: str, size: int, n: int, itemsize: int) -> None:
 
 
 def tree_segments(nbytes: int) -> int:
-    """Return the number of segments into which a double tree cuts half a vector of `nbytes`."""
+    """Return the number of parts into which a double tree cuts half a vector of `nbytes` bytes."""
     return max(1, min(MAX_TREE_SEGMENTS, nbytes // 2 // TREE_SEGMENT_BYTES))
 
 

@@ -19,9 +19,9 @@ without asking. The receiver then adds each message while the next messages arri
 
 If the number p of ranks is not a power of two, let p be 2^k + r, where 2^k is the largest power of
 two below p. The first 2r ranks then form pairs. The odd rank of each pair sends its vector to the
-even rank. The even ranks of the pairs and the ranks without a pair, 2^k ranks together, run the
-butterfly. Finally each even rank sends the result to the odd rank of its pair. The messages inside
-the pairs add two rounds. Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005.
+even rank. The butterfly is run by 2^k ranks: the even ranks of the pairs, and the ranks without a
+pair. Finally each even rank sends the result to the odd rank of its pair. The messages inside the
+pairs add two rounds. Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005.
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ def butterfly(size: int, rank: int, n: int, *, itemsize: int = 4) -> list[Step]:
 
 
 def _folded(size: int, rank: int, n: int, inner: Callable) -> list[Step]:
-    """Return the steps of `inner` on 2^k ranks; the other ranks first send them their vectors."""
+    """Return the steps of the algorithm `inner` on 2^k ranks.
+
+    Each of the other ranks first sends its vector to one of these 2^k ranks, and at the end
+    receives the result from it.
+    """
     power = 1 << (size.bit_length() - 1)
     rest = size - power
     whole: Range = (0, n)
@@ -83,8 +87,8 @@ def doubling(size: int, me: int, n: int, members: list[int], scratch: int, first
     """Return the steps of `recursive_doubling` for `size` ranks; `size` must be a power of two.
 
     The ranks are numbered from 0 to size - 1, and `me` is the number of this rank; ``members[k]``
-    is the rank on the communicator of number k. Scratch memory begins at position `scratch`, and
-    `first` is the number of the first round.
+    is the rank of the communicator that has number k. Scratch memory begins at position `scratch`,
+    and `first` is the number of the first round.
     """
     steps: list[Step] = []
     whole: Range = (0, n)
@@ -114,7 +118,7 @@ def halving(
     """Return the steps of `halving_doubling` for `size` ranks; `size` must be a power of two.
 
     The ranks are numbered from 0 to size - 1, and `me` is the number of this rank; ``members[k]``
-    is the rank on the communicator of number k. Scratch memory begins at position `scratch`,
+    is the rank of the communicator that has number k. Scratch memory begins at position `scratch`,
     `first` is the number of the first round, and `itemsize` the number of bytes of an element.
 
     With `neighbours_first`, a rank exchanges halves first with the rank at distance 1, then with

@@ -1,8 +1,8 @@
 """Direct exchange: every rank sends to every other rank, or all ranks send to one root.
 
 In `direct`, each of p ranks sends its whole vector of N bytes to every other rank, in one round.
-The algorithm `direct` costs alpha + (p-1) N beta, so it is good only for a few ranks and short
-vectors.
+With the latency alpha of a message, and the time beta to send a byte, the algorithm `direct` costs
+alpha + (p-1) N beta, so it is good only for a few ranks and short vectors.
 
 `two_hop` is a direct reduce-scatter and then a direct allgather. In `two_hop`, each rank sends
 2(p-1)/p N bytes, as in a ring, but in two rounds of p-1 messages instead of 2(p-1) rounds of one

@@ -12,16 +12,18 @@ a vector of N bytes.
                     0 2                              3 1
 
 In each tree, the ranks are numbered from 1, from left to right. Odd numbers are leaves, and the
-lowest set bit of a number determines its parent. If p is even, the second tree is the mirror image
-of the first tree. If p is odd, the second tree is the first tree with all ranks shifted by one. For
-any p, an inner rank of the first tree is a leaf of the second tree. Each half of the vector is cut
-into segments. The segments are added on their way up to the root and then sent down again, so that
-all levels of both trees are busy at the same time.
+lowest set bit of a number determines its parent. If the number p of ranks is even, the second tree
+is the mirror image of the first tree. If p is odd, the second tree is the first tree with all ranks
+shifted by one. For any p, an inner rank of the first tree is a leaf of the second tree. Each half
+of the vector is cut into segments. The segments are added on their way up to the root and then sent
+down again, so that all levels of both trees are busy at the same time.
 
-The cost with S segments in each half, and D = floor(log2 p), is at most (2D + S - 1) (alpha + 2N/S
-beta) + N gamma. With many segments and a long vector, the cost is close to 2N beta for any p,
-whereas the cost of a ring contains a latency that grows with p. Sanders, Speck, Traeff, Parallel
-Computing 35(12), 2009, doi 10.1016/j.parco.2009.09.001; NCCL uses such trees since version 2.4.
+In the cost, alpha is the latency of a message, beta the time to send a byte, and gamma the time to
+add a byte. The cost with S segments in each half, and D = floor(log2 p), is at most (2D + S - 1)
+(alpha + 2N/S beta) + N gamma. With many segments and a long vector, the cost is close to 2N beta
+for any p, whereas the cost of a ring contains a latency that grows with p. Sanders, Speck, Traeff,
+Parallel Computing 35(12), 2009, doi 10.1016/j.parco.2009.09.001; NCCL uses such trees since version
+2.4.
 """
 
 from __future__ import annotations

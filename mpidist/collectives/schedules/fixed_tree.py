@@ -246,7 +246,10 @@ def on_slots(
 
 
 def _places(held, n: int, home: Range, counted: Range, start: int = 0) -> list[Range]:
-    """Return where the range `home` of elements lies in each partial sum (`held`) of a rank."""
+    """Return where the range `home` of elements lies in each partial sum (`held`) of a rank.
+
+    A rank without partial sums has only the elements `counted`, which are sums over all ranks.
+    """
     if not held:
         home = _common(home, counted)
     rows = range(max(len(held), 1))
@@ -256,7 +259,9 @@ def _places(held, n: int, home: Range, counted: Range, start: int = 0) -> list[R
 def _add_up(pieces, nodes, slots, home, counted) -> tuple[list[Step], Range]:
     """Return steps that add the partial sums of the elements `home` in the order of the tree.
 
-    The second return value is the range of positions that contains the total after these steps.
+    `nodes` are the tree nodes whose sums each rank has, and `slots` the positions of these sums.
+    The elements `counted` are sums over all ranks, even over ranks without partial sums. The second
+    return value is the range of positions that contains the total after these steps.
     """
     steps: list[Step] = []
     stack: list[Range] = []

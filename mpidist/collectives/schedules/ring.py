@@ -1,8 +1,8 @@
 """Ring: each rank sends only to its right neighbour, in all less than twice the vector's bytes.
 
-The vector is cut into p chunks. In the first p-1 rounds, each rank sends a partial sum of one chunk
-to its right neighbour, and adds its own values to the partial sum that comes from the left. In the
-last p-1 rounds, the finished chunks travel once around the ring.
+The vector is cut into p chunks, one for each of the p ranks. In the first p-1 rounds, each rank
+sends a partial sum of one chunk to its right neighbour, and adds its own values to the partial sum
+that comes from the left. In the last p-1 rounds, the finished chunks travel once around the ring.
 
     4 ranks, chunks a b c d; rank r owns chunk r at the end of the reduce-scatter
     round 0    0 -d-> 1 -a-> 2 -b-> 3 -c-> 0
@@ -10,10 +10,11 @@ last p-1 rounds, the finished chunks travel once around the ring.
     round 2    0 -b-> 1 -c-> 2 -d-> 3 -a-> 0      now rank r holds the sum of chunk r
     round 3-5  the finished chunks move on in the same way (allgather)
 
-The cost is 2(p-1) alpha + 2(p-1)/p N beta + (p-1)/p N gamma for any p. No allreduce algorithm can
-send fewer bytes per rank than the ring. Each chunk is sent in several segments, so that one segment
-is sent while another segment is added. Patarasuk and Yuan, JPDC 69(2), 2009, doi
-10.1016/j.jpdc.2008.09.002.
+For vectors of N bytes on p ranks, the cost is 2(p-1) alpha + 2(p-1)/p N beta + (p-1)/p N gamma. In
+this formula, alpha is the latency of a message, beta the time to send a byte, and gamma the time to
+add a byte. No allreduce algorithm can send fewer bytes per rank than the ring. Each chunk is sent
+in several segments, so that one segment is sent while another segment is added. Patarasuk and Yuan,
+JPDC 69(2), 2009, doi 10.1016/j.jpdc.2008.09.002.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ _WRITES = frozenset((RECV, REDUCE, REDUCE_LEFT, COPY, FINISH, NODE_SYNC))
 
 
 class Compiled(NamedTuple):
-    """A list of steps and their dependencies: step i waits for `needs[i]` steps.
+    """A list of steps and their dependencies: step i must wait for `needs[i]` earlier steps.
 
     When step i has finished, each step in `dependents[i]` has one step fewer to wait for. When step
     i has begun, each step in `followers[i]` has one step fewer to wait for. The attribute
@@ -152,7 +152,7 @@ class Compiled(NamedTuple):
 
 
 def compile_steps(steps: list[Step]) -> Compiled:
-    """Compute which steps each step must wait for, and leave out all waits that are not needed.
+    """Return `steps` together with the steps that each step must wait for.
 
     A step waits for earlier steps that touch the same elements, and for the previous message to (or
     from) the same peer. Schedules may be long (a ring of 65,536 ranks has 300,000 steps), so one
