@@ -1,6 +1,6 @@
 """Checks of the argument `comm`, translation of ranks, and the communicators of elastic groups.
 
-The checks run when the context of a communicator is made, never in a hot path.
+The checks run when mpidist makes its state for a communicator, and not in every operation.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def has_rank_of(comm: MPI.Comm, dead: MPI.Group) -> bool:
 
 
 class ElasticComm(MPI.Intracomm):
-    """A communicator of an elastic group; its `membership` records all communicators made from it.
+    """A communicator of an elastic group, whose ranks go on after one of them has died.
+
+    The object `membership` records all communicators that are made from this one.
 
     The blocking collectives of this class check before they return whether a rank has died. Without
     this check they could return incomplete data: if a death interrupts a collective, Open MPI
@@ -139,7 +141,10 @@ def _blocking(comm: ElasticComm, call, arguments, settings):
 
 
 def _making(make):
-    """Return a method that makes a communicator like the method `make` of MPI, and registers it."""
+    """Return a method that makes a communicator like the method `make` of MPI.
+
+    The membership of the elastic group (ranks that go on after a death) records the communicator.
+    """
 
     @wraps(make)
     def registering(self, *args, **settings):

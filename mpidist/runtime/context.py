@@ -1,8 +1,8 @@
 """The context of a communicator: its private duplicates, operation numbers, and cached plans.
 
-Each communicator has one `Context` as an MPI attribute, so users of mpidist pass only their mpi4py
-communicator. `free(comm)` closes the context. A context that is still open when the program exits
-is closed before MPI is finalised.
+mpidist stores one `Context` in each communicator, as an MPI attribute, so users pass only their
+mpi4py communicator. `free(comm)` closes the context. A context that is still open when the program
+exits is closed before MPI is finalised.
 
 `Context.wait` calls a test function until it returns true. When a wait lasts longer than a moment,
 the ranks tell each other which operation they are in (`statuses.py`), so ranks in different
@@ -56,7 +56,7 @@ _one_thread = threading.RLock()  # reentrant, because a signal handler may make 
 
 
 class Context:
-    """The state of one communicator. The function `of` makes a context, and `free` closes it."""
+    """mpidist's state for one communicator. The function `of` makes it, and `free` closes it."""
 
     __slots__ = ("__dict__", "__weakref__", "stopped")  # the fast paths write `stopped` twice
 
@@ -99,15 +99,17 @@ class Context:
     def counters(self) -> events.Counters:
         """The messages and bytes that this rank has sent, received and reduced so far.
 
-        All operations on this communicator count. An operation adds its counts to ``sent``, or
-        counts its runs in a `Runs` object; reading this property adds the latter to ``sent``.
+        The counts include all operations on this communicator.
         """
         for runs in self.runs:
             runs.take(self.sent)
         return self.sent
 
     def count(self, counters: events.Counters, reader=None, *, numbers=False) -> events.Runs:
-        """Return a new counter of an operation's runs; the property `counters` includes it."""
+        """Return a new counter of an operation's runs; the property `counters` includes it.
+
+        `counters` has the messages and bytes of one run; `events.Runs` explains the rest.
+        """
         runs = events.Runs(counters, reader, numbers)
         self.runs.append(runs)
         return runs
@@ -128,8 +130,7 @@ class Context:
     def sequence(self) -> int:
         """The number of the newest operation, equal on all ranks that are in it.
 
-        The fastest plans (prepared operations) count their runs only in their own `Runs` objects.
-        Reading this property adds up the counts of all `Runs` objects.
+        The number includes the runs of fast plans (prepared operations), which count themselves.
         """
         return self.begun + sum(runs.number() for runs in self.runs if runs.numbers)
 
@@ -141,10 +142,9 @@ class Context:
     def begin(self, signature: Signature, runs: events.Runs | None = None) -> int:
         """Begin the next operation, which `signature` describes in the same way on all ranks.
 
-        Adds one to ``runs.times`` (a count of runs) if `runs` is given. Returns the argument for
-        the method `tag`: a number that is equal on all ranks and differs between operations.
-        Returns 0 if ``runs.numbers`` is true, because operations that only `runs` counts have no
-        message tag.
+        Adds one to ``runs.times`` (a count of runs) if `runs` is given. Returns the number of the
+        operation, which is the argument of the method `tag`. Returns 0 if ``runs.numbers`` is true,
+        because then only `runs` counts the operation, and its messages need no tag.
         """
         if self.stopped and (self.failed or self.caller != threading.get_ident()):
             self.check_free(signature.kind)
@@ -217,7 +217,7 @@ class Context:
 
         `sequence` is the number of the operation that this rank waits for. The default is the
         newest operation; a nonblocking operation may have begun earlier. After an exception, `test`
-        and its memory are kept, because MPI may still write there, unless `keep` is false.
+        and its memory are kept, because MPI may still write to this memory, unless `keep` is false.
         """
         if self.failed and not test():
             raise self.earlier_failure()
@@ -266,10 +266,10 @@ class Context:
     def break_off(self, error: BaseException, sequence: int | None = None) -> None:
         """End an operation that has begun, on all ranks, because this rank has raised `error`.
 
-        A rank that waits for this rank raises MismatchError, which names this rank and `error`.
-        The communicator cannot be used after `break_off`. The method does not raise; the caller
-        raises `error` again. If MPI has raised `error` because a rank has died, this function
-        raises RankFailure instead, and sends nothing.
+        A rank that waits for this rank raises MismatchError, which names this rank and `error`. The
+        communicator cannot be used after `break_off`. The caller must raise `error` again. If MPI
+        has raised `error` because a rank has died, this method itself raises RankFailure, and sends
+        nothing.
         """
         mark_told(error, self)
         if self.failed or self.size == 1:
@@ -343,12 +343,12 @@ class Context:
     # -- end ---------------------------------------------------------------------------
 
     def drop(self, key) -> None:
-        """Close a cached plan (a prepared operation). All ranks must drop the same plans."""
+        """Close the cached plan (prepared operation) `key`. All ranks must drop the same plans."""
         self.quick.pop(key[1:], None)
         self.plans.pop(key).close()
 
     def end(self, text: str) -> list:
-        """End this context without messages, for a rank has died; return a list of its buffers."""
+        """End this context without messages after a death; return the objects with its buffers."""
         self.ended = text
         open_contexts.remove(self)
         self.give_up(self.failed or text)

@@ -94,9 +94,10 @@ def _give_up(seconds: float) -> None:
 def _settle(context) -> bool:
     """Finish the operations that are still running and receive all statuses. Collective.
 
-    When this function runs, all ranks are closing the context, so no rank begins another operation.
-    A status message that is not received now could arrive on a new communicator, because MPI may
-    give the new communicator the internal number of the freed one.
+    When this function runs, all ranks are closing `context` (mpidist's state for a communicator),
+    so no rank begins another operation on the communicator. A status message that is not received
+    now could arrive on a new communicator, because MPI may give the new communicator the internal
+    number of the freed one.
     """
     statuses, end = context.statuses, time.monotonic() + _FINISH
 
@@ -136,7 +137,11 @@ def _progress(context, test: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def end_after_death(context) -> list:
-    """Empty a communicator's `context` without messages; return the objects with its buffers."""
+    """Empty `context`, mpidist's state for a communicator, after the death of a rank.
+
+    Sends no messages. Returns the objects that own the buffers of the communicator, such as
+    prepared operations: the caller must keep them while MPI may still use the buffers.
+    """
     kept = [*context.plans.values(), *context.store.values(), context.pool]
     for each in (context.plans, context.quick, context.store):
         each.clear()

@@ -50,7 +50,9 @@ class Making:
         self._busy.release()
 
     def finish(self) -> tuple[MPI.Comm, MPI.Comm, int]:
-        """Return (communicator for data, communicator for control messages, number of the context).
+        """Return (communicator for data, communicator for control messages, number of `comm`).
+
+        The number stands for `comm` in messages between ranks.
 
         Collective. The ranks wait by polling.
         """

@@ -1,6 +1,7 @@
 """Test MPI requests, and wait for them, where the death of a rank may interrupt them.
 
-In a program that is not elastic, these functions do the same as the functions of MPI.
+An elastic program goes on after a rank has died. In other programs, these functions do the same as
+the functions of MPI.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .polling import wait_until
 
 
 def wait_for(requests: Sequence[MPI.Request], *memory: np.ndarray) -> None:
-    """Wait for requests that use `memory`. Raises RankFailure if a rank of the group has died."""
+    """Wait for requests that use the arrays `memory`. Raises RankFailure if a rank has died."""
     try:
         for request in requests:
             wait_until(tester(request))
@@ -27,7 +28,7 @@ def wait_for(requests: Sequence[MPI.Request], *memory: np.ndarray) -> None:
 def test_some(requests: list[MPI.Request]) -> list[int] | None:
     """Return the indices of the requests that have ended, or None if none of them is active.
 
-    A program that is not elastic may call Testsome itself, which is faster. If a death has
+    A program that ends when a rank dies may call Testsome itself, which is faster. If a death has
     interrupted a request, this function raises RankFailure and does not free the request, because
     Open MPI 5.0.11 ends the process if such a request is freed before its last fragment has been
     sent.

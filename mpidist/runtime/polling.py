@@ -145,20 +145,21 @@ def elastic_wait(start: float) -> ElasticWait | None:
 
 
 def board_of_main_thread() -> Any:
-    """Return the object that shows other ranks what this rank does; None except in the main thread.
+    """Return the object that shows other ranks what this rank does; None in other threads.
 
-    The object is the global `board`. It shows only what the main thread does.
+    The object is the global `board`, which shows only what the main thread does.
     """
     return board if threading.current_thread() is threading.main_thread() else None
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """In the ``with`` block, show the other ranks of the node that this rank may take long.
+    """During the ``with`` block, show the other ranks of the node that this rank may be late.
 
     `name` is the phase: "save", "data", "evaluate" or "plan". In these phases, a rank may be late
-    without being removed from an elastic group. Does nothing if no `board` is set (the object that
-    shows this), and outside the main thread.
+    without being removed from an elastic group (a group of ranks that goes on after it has lost a
+    rank). Does nothing outside the main thread, or if `board`, the object that shows the phases, is
+    not set.
     """
     if name not in PHASES[3:]:
         raise ConfigError(f"phase {shown(name)}; expected one of {', '.join(PHASES[3:])}")

@@ -97,6 +97,8 @@ def expect_death(seconds: float = _REPORT) -> None:
 class Membership:
     """The living ranks of an elastic group, from one death of a rank to the next.
 
+    An elastic group goes on after a rank has died.
+
     Parameters
     ----------
     base : MPI.Intracomm
@@ -106,7 +108,7 @@ class Membership:
     places : sequence of (int, str)
         The node of each rank: its number and its host.
     identity : int
-        The number of the context of `comm`, equal on all ranks.
+        The number that stands for `comm` in messages between ranks, equal on all ranks.
     active : sequence of bool
         Whether each rank of `base` is in `comm`; the others are spares, which wait to take the
         place of a dead rank.
@@ -217,7 +219,8 @@ class Membership:
     def end(self, text: str) -> None:
         """Make all ranks leave all calls on all communicators of the group. Not collective.
 
-        Contexts end without a message, and using them raises ClosedError with `text`.
+        mpidist's states for these communicators end without a message, and a later use of the
+        communicators raises ClosedError with `text`.
         """
         global current
         current, polling.look = None, None
@@ -299,16 +302,18 @@ class Membership:
         return self._agree(GO_ON | WELL | (DONE if done else 0))
 
     def give_result(self, result: bytes) -> None:
-        """Send a short result to all spares (waiting ranks) before they leave.
+        """Send a short result to all spares (ranks that wait to replace a dead one).
 
-        Only one active rank calls this method.
+        Only one active rank calls this method, before the spares leave the job.
         """
         for rank, active in enumerate(self.active):
             if not active:  # MPI sends such a short message at once, whatever the spare does
                 keep_alive(result, self.base.Isend([result, MPI.BYTE], rank, _RESULT))
 
     def release(self) -> None:
-        """Tell the spares (waiting ranks) to exit. Collective over `comm`, when its ranks exit.
+        """Tell the spares (ranks that wait to replace a dead one) to exit. Collective over `comm`.
+
+        The ranks of `comm` call this method when they exit.
 
         If only some of the ranks exit, with a nonzero code, these ranks wait at most 5 s for the
         other ranks.
@@ -367,7 +372,10 @@ class Membership:
         return f"{self.failure()}, at the end" if self.base.rank == living[0] else ""
 
     def _last_meeting(self, turn: int) -> bool:
-        """Return whether this rank prints: the lowest one with the smallest `turn`. Collective."""
+        """Return whether this rank prints its error, and not another one. Collective.
+
+        Of the ranks with the smallest `turn`, the lowest one prints.
+        """
         base = shrunk(self.base)
         survive(base)
         mine = turn * base.size + base.rank
@@ -376,10 +384,11 @@ class Membership:
         return bool(first[0] == mine)
 
     def _agree(self, mine: int, pause: float = 0.0) -> bool:
-        """Return whether all ranks are well and none has died; all get one answer. Collective.
+        """Return whether all ranks pass the bit `WELL` and none has died. Collective.
 
-        If a rank ends the job because of its own error, this function does not return. A rank that
-        may wait for a long time sleeps for `pause` seconds between two tests.
+        All ranks get the same answer. If a rank ends the job because of its own error, this
+        function does not return. A rank that may wait for a long time sleeps for `pause` seconds
+        between two tests.
         """
         value, alive = self._meet(mine | agreed_bits.NO_CODE, pause=pause)
         self._obey(value)
@@ -397,7 +406,7 @@ class Membership:
     def _meet(
         self, mine: int, patience: float | None = None, pause: float = 0.0
     ) -> tuple[int, bool]:
-        """Combine the bits of all ranks by "and"; return them, and whether no rank has died.
+        """Combine the bits `mine` of all ranks by "and"; return the result, and if all are alive.
 
         All living ranks get the same result. If a rank makes no MPI calls for a while, the other
         ranks wait for it; after `patience` seconds, if given, they raise TimeoutError.

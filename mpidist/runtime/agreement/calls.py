@@ -6,10 +6,10 @@
         begin ... wait ... deliver      an exception here ends the operation on all ranks
 
 The modules `native` and `node_short` guard short allreduce calls in the same way, but without a
-``with`` block, to save time. `Context.stopped` is true while a call of a public function is
-running, and after a failure. Even without the guard, every operation would read `Context.stopped`,
-so the guard's check takes no additional time. If `Context.stopped` is true, `Context.check_free`
-finds the reason.
+``with`` block, to save time. `Context` is mpidist's state for a communicator. Its attribute
+`stopped` is true while a call of a public function is running, and after a failure. Even without
+the guard, every operation would read `Context.stopped`, so the guard's check takes no additional
+time. If `Context.stopped` is true, `Context.check_free` finds the reason.
 """
 
 from __future__ import annotations
@@ -58,11 +58,13 @@ class Call:
 
 
 def mark_told(error: BaseException, context, *, for_now: bool = False) -> None:
-    """Record that the other ranks of `context` already know `error`, so it need not be sent.
+    """Record that the other ranks already know `error`, so it need not be sent to them.
+
+    `context` is mpidist's state for the communicator of the ranks, or None if this state has not
+    been made yet.
 
     If `for_now` is true, the record is valid only until the next operation: an exception that is
-    raised again in the next operation is sent again. `context` is None if the communicator has no
-    context yet.
+    raised again in the next operation is sent again.
     """
     with suppress(Exception):
         told = error.__dict__.setdefault("told_to_ranks", {})
@@ -74,13 +76,19 @@ def _now(context) -> tuple[int, int]:
 
 
 def was_told(error: BaseException, context) -> bool:
-    """Return whether `mark_told` has recorded that `error` need not be sent to the other ranks."""
+    """Return whether `mark_told` has recorded that the other ranks already know `error`.
+
+    `context` is mpidist's state for the communicator of the ranks.
+    """
     told = getattr(error, "told_to_ranks", {})
     return None in told or (context in told and told[context] in (None, _now(context)))
 
 
 def refusal(kind: str, context=None) -> ProtocolError:
-    """Return the error for a call of a public function while another such call is running."""
+    """Return the error for a call of a public function while another such call is running.
+
+    `kind` is the name of the function for the error text.
+    """
     error = ProtocolError(
         f"{kind}: another call on this communicator is under way, in another thread or in code "
         "that a signal interrupted; use one thread at a time, or a communicator for each "

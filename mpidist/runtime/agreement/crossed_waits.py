@@ -31,7 +31,8 @@ open_contexts: list = []
 def look(comm: MPI.Comm, context=None, number: int = 0) -> None:
     """Tell ranks that wait for this rank on other communicators that this rank waits on `comm`.
 
-    `context` is the context of `comm`, or None while the context is being made. Raises
+    `context` is the `Context` in which mpidist keeps its state for `comm`, or None while this state
+    is being made. `number` is the number of the operation in which this rank waits. Raises
     MismatchError if another rank has found out that the two ranks wait for each other.
     """
     place, here = None, (comm, number)
@@ -61,8 +62,9 @@ def look(comm: MPI.Comm, context=None, number: int = 0) -> None:
 def _place(comm, context, number: int) -> str:
     """Return a text that tells other ranks in which operation this rank waits.
 
-    The text names the communicator, too. If `context` is None, the rank waits in the first call on
-    `comm`, whose operation number is 0.
+    The text names the communicator, too. `context` is mpidist's state for `comm`. If `context` is
+    None, this state is being made: the rank waits in the first call on `comm`, which has the
+    operation number 0.
     """
     what, identity = "the first call", 0
     if context is not None:
@@ -74,8 +76,9 @@ def _place(comm, context, number: int) -> str:
 def crossing(context, number: int, status: Status) -> str | None:
     """Return the error text if this rank and the sender of `status` wait for each other.
 
-    This rank waits in operation `number` of `context`. `status` says in which operation of which
-    communicator the sender waits. Returns None if one of them can continue.
+    This rank waits in operation `number` of the communicator whose state `context` is. `status`
+    says in which operation of which communicator the sender waits. Returns None if this rank or the
+    sender can continue.
     """
     if status.state != ELSEWHERE or status.sequence != number:
         return None

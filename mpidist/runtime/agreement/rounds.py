@@ -1,6 +1,6 @@
 """The communication steps of `run_on_all`: agree, gather on rank 0, and send answers from rank 0.
 
-The class `Polled` communicates by nonblocking collectives on the context of a communicator. While a
+The class `Polled` communicates by nonblocking collectives on the communicator of the ranks. While a
 rank waits in a collective of `Polled`, it notices ranks that are in another operation. The class
 `Private` communicates by a function that the caller passes.
 """

@@ -30,7 +30,7 @@ from .rounds import LONGEST, ROOM, Polled, Private
 
 
 class Failure(NamedTuple):
-    """A description of one rank's exception by strings; not every exception can be pickled.
+    """A description of one rank's exception in strings, as not every exception can be pickled.
 
     `kind` is ``module:class``, and `text` is one line. `secondary` is true for an exception that
     only reports another rank's exception.

@@ -14,8 +14,8 @@ If ranks are in two operations, at least one rank has a neighbour in the other o
 least one rank sees the conflict. A rank that is only late is never reported as wrong, because its
 status agrees with the statuses of the other ranks as soon as it begins the operation. Once a
 second, a waiting rank also sends its status to log2 p ranks (of p in all) that are not its
-neighbours, because one of these ranks may have left. No function of this module blocks. Statuses
-are sent on the communicator `Context.control`.
+neighbours, because one of these ranks may have closed its state for the communicator (`md.free`).
+No function of this module blocks. Statuses are sent on the communicator `Context.control`.
 """
 
 from __future__ import annotations
@@ -177,13 +177,17 @@ class Statuses:
         raise error
 
     def _disagreeing(self, group: list[Status], otherwise: str) -> None:
-        """Raise MismatchError with a text that names the ranks of a conflict."""
+        """Raise MismatchError with a text that names the ranks of a conflict.
+
+        `group` has the statuses of these ranks. If the statuses show no conflict, the text is
+        `otherwise`.
+        """
         secondary = any(s.state == WAITING and raised(s.signature) for s in group)
         text = conflict(group) or otherwise
         self.fail(text, mismatch.BROKEN if secondary else mismatch.VERDICT)
 
     def sentence(self, text: str, state: int) -> None:
-        """Mark the communicator as failed and send `text` to all ranks. Does not raise.
+        """Mark the communicator as failed and send `text` to all ranks. Does not raise an error.
 
         `state` says whether `text` is the verdict on a mismatch, or another rank's exception.
         """
@@ -232,7 +236,7 @@ class Statuses:
             self._outbox.append((request, data))
 
     def _further(self) -> list[int]:
-        """Return some ranks that are not neighbours of this rank; each call returns other ranks."""
+        """Return some ranks that are not neighbours of this rank; the next call returns others."""
         size, rank = self.context.size, self.context.rank
         near, found = set(self.neighbours), list[int]()
         wanted = min(size.bit_length(), size - 1 - len(near))
@@ -320,11 +324,16 @@ class Statuses:
     # -- leaving ---------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Tell the neighbours after how many operations this rank has left the communicator."""
+        """Tell the neighbours that this rank leaves, and after how many operations.
+
+        A rank leaves a communicator when it closes mpidist's state for it (`md.free`).
+        """
         self._tell(self._left(), self.neighbours)
 
     def answer(self) -> None:
         """Tell the ranks that wait for this rank that this rank has left the communicator.
+
+        A rank leaves a communicator when it closes mpidist's state for it (`md.free`).
 
         Raises MismatchError if another rank has left the communicator after a different number of
         operations. Perhaps no rank has noticed the difference before: if only some ranks call an

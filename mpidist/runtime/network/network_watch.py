@@ -107,7 +107,10 @@ class NetworkWatch:
             self._since, self._told, self._lost = None, None, False
 
     def _waits(self, now: float) -> bool:
-        """Return whether the rank waits: it polls, or is at one instruction for a second."""
+        """Return whether the rank waits.
+
+        A rank waits if it polls for MPI, or if its main thread is at one instruction for a second.
+        """
         frame = _main_frame()
         place = id(frame), frame and frame.f_lasti
         if place != self._place:

@@ -107,7 +107,11 @@ def _open_together(comm, nbytes: int, wait: Wait, files: ExitStack) -> tuple[int
 
 
 def _open_once(comm, nbytes: int, wait: Wait, files: ExitStack, named: bool):
-    """Return the descriptor or None, this rank's problem, and whether all ranks have succeeded."""
+    """Make the file of `_open_together`, without a name or, if `named` is true, with a name.
+
+    Returns the descriptor or None, this rank's problem, and whether all ranks have succeeded. A
+    name is removed when all ranks have opened the file.
+    """
     file, problem, flags = None, "", os.O_RDWR | os.O_CLOEXEC
     name = _FOLDER / f"mpidist-{os.getpid()}-{secrets.token_hex(8)}"
     found = bytearray(_FOUND)

@@ -117,7 +117,7 @@ class CrossMemory:
     def without(self, living: list[int]) -> CrossMemory:
         """Return an object for the local ranks `living` only, after other ranks have died.
 
-        The copies are not tested again. This object must not be used any more.
+        The copies are not tested again. Afterwards, only the returned object may be used.
         """
         new = copy.copy(self)
         new.pids, new._rank = [self.pids[k] for k in living], living.index(self._rank)
@@ -138,7 +138,11 @@ class CrossMemory:
         return ""
 
     def _prove(self, comm, wait: Wait, problem: str) -> None:
-        """Check that this rank can read and write the memory of every other rank."""
+        """Check that this rank can read and write the memory of every other rank.
+
+        Collective over `comm`. Raises ConfigError on all ranks if the check fails on one rank, or
+        if a rank passes an error text as `problem`.
+        """
         size, rank = comm.size, comm.rank
         answers = np.zeros((size, _TOKEN), np.uint8)
         found = np.empty(_TOKEN, np.uint8)
