@@ -87,7 +87,7 @@ __all__ = [*_HOME, *_SUBMODULES, "__version__"]
 
 
 def imported(package: dict, name: str):
-    """Import the public `name` of a package with these globals, and keep it in the package."""
+    """Import the public `name` of the package whose globals are `package`; store it there."""
     if name not in package["_HOME"]:
         raise AttributeError(f"module {package['__name__']!r} has no attribute {name!r}")
     home = importlib.import_module(f"{package['__name__']}.{package['_HOME'][name]}")

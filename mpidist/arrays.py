@@ -60,7 +60,7 @@ def as_array(x, written: bool = True):
         array. A tensor of another library is returned as a view, which is writable if that library
         allows writing.
     written : bool
-        Whether the caller writes into the result. The text of the error depends on it.
+        Whether the caller writes into the result. The text of an error depends on `written`.
 
     Raises
     ------
@@ -185,8 +185,9 @@ def keep_freed_memory() -> None:
     """Let this process keep up to 64 MiB of memory that it has freed, for its next arrays.
 
     Each step of training frees the same arrays that the next step makes. glibc may give this memory
-    back to the system, and the page faults of the next step take a quarter of the time of a small
-    model. glibc learns from the largest array that was freed (M_MMAP_THRESHOLD in mallopt(3)).
+    back to the system, and the page faults of the next step take a quarter of the time of a step of
+    a small model. Freeing an array of 31 MiB makes glibc keep twice as much (M_MMAP_THRESHOLD in
+    mallopt(3)).
     """
     np.empty(31 << 20, np.uint8)  # freed at once, and never touched
 
@@ -194,8 +195,7 @@ def keep_freed_memory() -> None:
 def unique_numbers(x) -> np.ndarray:
     """Return the different values of a NumPy array, sorted: the result of ``np.unique(x)``.
 
-    Here `np.unique` must also count the values: without counting it would import `np.ma`, which
-    takes each rank 9 ms.
+    `np.unique` counts the values too, as without counts it would import `np.ma`, which takes 9 ms.
     """
     return np.unique(x, return_counts=True)[0]
 

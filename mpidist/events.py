@@ -202,11 +202,11 @@ class Trail:
     def begin(
         self, kind: str, peer: int | None = None, model: str = "", clock: int = 0, open: bool = True
     ) -> list:
-        """Record a request and return it; the caller marks its end by setting the field `open` to
-        False: ``operation[OPEN] = False``.
+        """Record a request and return it as a list of the fields of `Operation`.
 
-        The result is a list of the fields of `Operation`. A list takes 0.2 us to make, which is
-        half as long as an `Operation` takes.
+        The caller marks the end of the request by ``operation[OPEN] = False``.
+
+        The result is a list because a list takes only half as long to make as an `Operation`.
         """
         operation = [kind, peer, model, clock, time.monotonic(), open]
         self._newest.append(operation)

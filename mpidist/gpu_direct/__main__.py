@@ -4,7 +4,7 @@ An MPI library that cannot send device memory raises no error: it ends the proce
 bytes. Therefore this test runs in a job of its own. The job first removes the result file of an
 earlier test. Then the job runs the operations that mpidist uses on device arrays of several sizes.
 At its end the job writes a new result file for this host, MPI, cupy and driver, which says whether
-every value was right. `arrays.mpi_direct` reads the result file.
+all results of the operations were right. `arrays.mpi_direct` reads the result file.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ class Gradients:
         The arrays into which a model writes its gradients. The second call of `begin` may replace
         the arrays in the dict, so keep a reference to the dict and not to the arrays.
     extras : array
-        Two extra numbers at the end of the first vector, summed in the same message as the
-        gradients.
+        Two extra numbers, such as a loss, which are summed over the ranks together with the
+        gradients. They are at the end of the first vector of gradients.
     overlapping : bool
         Whether buckets may be sent before `reduce` is called.
 
@@ -171,7 +171,11 @@ class Gradients:
         self._cut(spec, names)
 
     def _cut(self, spec: dict, names: list[str]) -> None:
-        """Cut the gradients into buckets, numbered in the order in which backward finishes them."""
+        """Cut the gradients into buckets, numbered in the order in which backward finishes them.
+
+        `spec` has the shape and dtype of each gradient, and `names` the order of the gradients in
+        memory.
+        """
         total = sum(vector.nbytes for vector in self.vectors)
         limit = bucket_bytes(self._settings.bucket_bytes, total)
         self._starts, self._spans, self._bucket_of, self._least = [], [], {}, []
@@ -266,7 +270,10 @@ class Gradients:
             self.exposed_seconds += time.perf_counter() - began
 
     def refuse(self, what: str, error: MpidistError) -> NoReturn:
-        """Raise `error` and send it to all ranks, which stop the exchange of all buckets."""
+        """Raise `error` and send it to all ranks, which stop the exchange of all buckets.
+
+        `what` is the name of the call that fails.
+        """
         if self._next:
             self.context.break_off(error)
             raise error

@@ -17,7 +17,10 @@ EXTRAS = "(extras)"
 
 
 def loss_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
-    """Return the widest of the real dtypes, or float32, because float16 is too small for a loss."""
+    """Return the dtype for a loss: the widest real dtype of the gradients, at least float32.
+
+    Sums of losses would lose too many digits in float16.
+    """
     wide = {dtype for dtype in dtypes if dtype.kind == "f" and dtype.itemsize >= 4}
     return max(wide, key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
 
@@ -40,6 +43,8 @@ def with_extras(shapes: Mapping, loss: np.dtype | None = None) -> dict:
 def allocate(spec: Mapping, xp, rows: tuple[int, ...] = ()) -> tuple[dict, list]:
     """Allocate vectors of zeros with the array module `xp`; return (views by name, vectors).
 
+    `spec` maps each name to (shape, dtype); the arrays of one dtype are views of one vector.
+
     With ``rows=(k,)`` each vector gets shape (k, n), not (n,), and each view gets (k, *shape).
     """
     views: dict = {}
@@ -60,8 +65,9 @@ def flat_views(
 ) -> tuple[dict, list]:
     """Allocate zeros for the gradients of `parameters`; return (views by name, vectors).
 
-    With ``rows=(k,)`` each vector has the shape (k, n) instead of (n,). A stage of a pipeline gives
-    the dtype of the `loss`, because it may have no parameter of the widest dtype.
+    With ``rows=(k,)`` each vector has the shape (k, n) instead of (n,). `loss` is the dtype of the
+    extras, the two extra numbers; by default `loss_dtype` chooses it. In a pipeline, each rank has
+    only some layers, perhaps none with the widest dtype, so it passes the dtype of the loss.
     """
     shapes = {name: (array.shape, array.dtype) for name, array in parameters.items()}
     # A stage of a pipeline may have a loss although it has no parameters.

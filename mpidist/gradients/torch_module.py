@@ -94,7 +94,7 @@ class Slot:
         self.facts = (self.tensor.dtype, self.tensor.device, self.tensor.shape)
 
     def is_filled(self) -> bool:
-        """Whether the parameter's ``grad`` is its tensor in the arena (shared memory)."""
+        """Whether the parameter's ``grad`` is `self.tensor`, its gradient in shared memory."""
         grad = self.parameter.grad
         return grad is self.tensor and grad.data_ptr() == self.address
 
@@ -250,7 +250,7 @@ class Attached:
             self._begin()
 
     def _collect(self, last: bool) -> None:
-        """Copy all gradients into the arena (shared memory); a missing gradient becomes zeros."""
+        """Copy all gradients into shared memory, to average them; missing ones become zeros."""
         self._used[...] = 1
         for k, slot in enumerate(self._slots):
             missing = slot.parameter.grad is None

@@ -1,5 +1,7 @@
 """Send models to peers and average with the newest models of peers, without waiting (ASP).
 
+ASP (asynchronous parallel) means that no rank waits for another rank.
+
     in each round, a rank   receives the models that have arrived, and averages its own model with
                             the newest model of each peer
                             sends its model to the peers of this round that have received its
@@ -22,7 +24,9 @@ from .peer_plan import PeerPlan
 
 
 class AsyncMessages:
-    """Sends and receives models on one rank under ASP; the arguments are those of `PeerMessages`.
+    """Sends and receives models on one rank under ASP: no rank waits for another rank.
+
+    The arguments are explained in the docstring of `PeerMessages`.
 
     Attributes
     ----------
@@ -46,9 +50,11 @@ class AsyncMessages:
         self._received = np.zeros(comm.size, np.int64)
 
     def average(self, wait: Wait) -> None:
-        """Do the next round without waiting: average with models that have arrived, and send.
+        """Do the next round: average with the models that have arrived, and send this rank's model.
 
-        `wait` is not used.
+        This method does not wait for a peer.
+
+        The argument `wait` is not used; `PeerMessages.average` needs it.
         """
         self.round += 1
         self._progress()
@@ -70,7 +76,8 @@ class AsyncMessages:
     def finish(self, wait: Wait) -> None:
         """Receive all models that are on the way, and drop them. Collective.
 
-        Called before all ranks get the mean of all models, which makes models on the way useless.
+        Afterwards the caller sets all ranks to the mean of all models, so no rank needs the models
+        that were on the way.
         """
         expected = np.empty_like(self._counts)
         wait(tester(self.comm.Ialltoall(self._counts, expected)))

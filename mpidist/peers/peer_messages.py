@@ -1,10 +1,13 @@
 """Send models to peers, and average with models of peers, in rounds, under BSP or SSP.
 
+Under BSP (bulk synchronous parallel), a rank waits in each round for all models that its peers send
+in this round. Under SSP (stale synchronous parallel), a model may arrive a few rounds late.
+
     begin    pack the model, post the receives of this round, send to the peers of this round
     wait     until the models that `RoundGate` asks for have arrived
     finish   average with all models that have arrived
 
-A message is never changed while MPI may read it, and each message is used in one average.
+A message is never changed while MPI may read it. Each received model is used in one average.
 """
 
 from __future__ import annotations
@@ -56,12 +59,12 @@ class Sending:
         self.message, self.requests, self.round = message, requests, round
 
     def ended(self) -> bool:
-        """Whether all sends are complete, so that the message may be overwritten."""
+        """Whether all sends of the message are complete, so that the message may be overwritten."""
         return MPI.Request.Testall(self.requests)
 
 
 class PeerMessages:
-    """Sends and receives models on one rank under BSP or SSP.
+    """Sends and receives models on one rank under BSP or SSP, as the module explains.
 
     Parameters
     ----------
@@ -71,7 +74,8 @@ class PeerMessages:
     arrays : MixedArrays
         The arrays that are averaged.
     bound : int
-        The number of rounds by which a model may arrive late; 0 is BSP.
+        The number of rounds by which a model may arrive late. With 0 (BSP), a rank waits for all
+        models of a round; a larger bound is SSP.
     """
 
     skipped = 0
@@ -109,8 +113,8 @@ class PeerMessages:
     def finish(self, wait: Wait) -> None:
         """Receive all models that are on the way, and drop them.
 
-        Called before all ranks get the mean of all models, which makes models on the way useless.
-        All ranks must have done the same number of rounds.
+        Afterwards the caller sets all ranks to the mean of all models, so no rank needs the models
+        that were on the way. All ranks must have done the same number of rounds.
         """
         wait(lambda: self._progress() and not self._receiving and not self._sending)
         self._free += self._here.values()
@@ -125,7 +129,7 @@ class PeerMessages:
         return all(one.round > newest for one in self._sending)
 
     def _progress(self) -> bool:
-        """Receive messages that have arrived, and free sent ones. Always returns True."""
+        """Receive messages that have arrived, and free the memory of sent ones. Returns True."""
         for one, (message, requests) in list(self._receiving.items()):
             if not MPI.Request.Testall(requests):
                 continue

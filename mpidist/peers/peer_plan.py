@@ -148,7 +148,7 @@ def ring_rounds(size: int) -> list[Round]:
 
 
 def butterfly_rounds(size: int) -> list[Round]:
-    """Return rounds in which each rank sends to one other rank: in round k at the distance 2^k.
+    """Return rounds in which each rank sends to one other rank: in round k, to one 2^k away.
 
     If `size` is a power of two, the numbers of the two ranks differ in one bit, and they send to
     each other. Otherwise each rank sends to the rank 2^k ahead.

@@ -1,8 +1,9 @@
 """When a rank may finish a round of averaging. This module uses no MPI.
 
-A rank begins round k by sending its model to its peers of this round. With the bound b the rank
-waits until all models of the rounds up to k - b have arrived. Then it averages its own model with
-all models that have arrived, and goes on with its steps:
+A rank begins round k by sending its model to its peers of this round. The bound b is the number of
+rounds by which a model may arrive late: the rank waits until all models of the rounds up to k - b
+have arrived. Then it averages its own model with all models that have arrived, and goes on with its
+steps:
 
     b = 0 (BSP)   a rank waits for the models of this round
     b = 2         a rank waits for the models of two rounds ago, so a short pause of a peer does
@@ -61,7 +62,8 @@ class RoundGate:
     def may_finish(self) -> bool:
         """Whether this rank may end its round and average.
 
-        It may when all models of the rounds up to ``round - bound`` have arrived.
+        The rank may do so when all models of the rounds up to ``round - bound`` have arrived.
+        `bound` is the number of rounds by which a model may arrive late.
         """
         return all(one.round > self.round - self.bound for one in self.missing)
 

@@ -384,7 +384,7 @@ class Membership:
         return bool(first[0] == mine)
 
     def _agree(self, mine: int, pause: float = 0.0) -> bool:
-        """Return whether all ranks pass the bit `WELL` and none has died. Collective.
+        """Return whether all ranks pass `WELL` (all is well) and none has died. Collective.
 
         All ranks get the same answer. If a rank ends the job because of its own error, this
         function does not return. A rank that may wait for a long time sleeps for `pause` seconds
