@@ -269,14 +269,14 @@ def named_arrays(params) -> tuple[list[tuple[str, Any]], str | None]:
 
 
 def synchronize(x) -> None:
-    """Wait for the work of the current CUDA stream, which computes `x`; host arrays need none."""
+    """Wait until the current CUDA stream has computed `x`; for a host array, do nothing."""
     if is_device(x):
         with x.device:
             sys.modules["cupy"].cuda.get_current_stream().synchronize()
 
 
 def device_of(x):
-    """Return a context manager that makes the GPU of `x` the current one; for the host, none."""
+    """Return a context manager that makes the GPU of `x` current, or does nothing on the host."""
     return x.device if is_device(x) else nullcontext()
 
 

@@ -139,7 +139,7 @@ def shown(value, longest: int = 200) -> str:
 
 
 def nearest(given, known) -> str:
-    """Return the text ``; did you mean 'x'?`` with the known key nearest to `given`, or ""."""
+    """Return the text ``; did you mean 'x'?`` with the known name nearest to `given`, or ""."""
     import difflib
 
     if not isinstance(given, str):

@@ -205,8 +205,9 @@ def iallreduce(
     """Begin an allreduce and return a `Handle`; do not use `x` before the operation has ended.
 
     Collective over `comm`, in the same order on all ranks. The docstring of `allreduce` explains
-    the parameters; here `x` must not be an `Arena` (pass ``arena.flat``). The function returns at
-    once, even if other ranks are late; only the first call on `comm` waits for the other ranks.
+    the parameters; here `x` must not be an `Arena` (tensors in shared memory; pass ``arena.flat``).
+    The function returns at once, even if other ranks are late; only the first call on `comm` waits
+    for the other ranks.
 
     ``handle.test()`` makes progress for the operation, and so does every collective of mpidist that
     waits in this thread. A program may therefore wait for its handles in any order. MPI calls that

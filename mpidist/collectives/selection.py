@@ -76,8 +76,8 @@ def restore(comm: MPI.Comm, saved: dict[str, dict], origin: str = "checkpoint") 
     """Restore the chosen algorithms from a result of `table`. Every rank must pass the same table.
 
     Choices that were measured with another number of ranks are ignored, and the algorithms of these
-    size classes are measured again. The restored choices get the value `origin` under the key
-    ``from``.
+    size classes are measured again. In a later `table`, the restored choices have the value
+    `origin` under ``from``.
     """
     context = of(comm)
     for key, entry in saved.items():
@@ -257,9 +257,9 @@ def _fastest(names, typical: np.ndarray) -> int:
 
 
 def _rounds(context: Context, runs: list, calls: list[int], rounds: int) -> np.ndarray:
-    """Return the slowest rank's seconds per call: an array with shape (rounds, candidates).
+    """Return the slowest rank's seconds per call: an array with shape (rounds, algorithms).
 
-    Collective. The order in which the candidates run changes from round to round.
+    Collective. The order in which the algorithms run changes from round to round.
     """
     seconds = np.empty((rounds, len(runs)))
     for k in range(rounds):

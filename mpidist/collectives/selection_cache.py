@@ -1,7 +1,7 @@
 """The measurements of ``algorithm="auto"``, in one file for each kind of machine and launch.
 
 The name of the file is a digest of everything that decides which algorithm is the fastest: the
-versions of the software (also of mpidist's code), the MPI library and its settings, the thread
+versions of the software (also of mpidist's code), the MPI library and its settings, MPI's thread
 level, the number of ranks on each node, the processor, and the network. On another cluster, or with
 another number of ranks, the file therefore has another name.
 

@@ -1,5 +1,7 @@
 """Checks of the argument `comm`, translation of ranks, and the communicators of elastic groups.
 
+An elastic group is a group of ranks that goes on after a rank has died.
+
 The checks run when mpidist makes its state for a communicator, and not in every operation.
 """
 

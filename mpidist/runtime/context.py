@@ -1,4 +1,4 @@
-"""The context of a communicator: its private duplicates, operation numbers, and cached plans.
+"""The context of a communicator, mpidist's state for it: duplicates, numbers, prepared operations.
 
 mpidist stores one `Context` in each communicator, as an MPI attribute, so users pass only their
 mpi4py communicator. `free(comm)` closes the context. A context that is still open when the program
@@ -357,7 +357,7 @@ class Context:
         return end_after_death(self)
 
     def close(self) -> None:
-        """Wait for the other ranks, then free everything that belongs to the context.
+        """Wait for the other ranks, then free mpidist's state for the communicator.
 
         Collective; a second call does nothing.
 

@@ -121,8 +121,8 @@ def claim_exit_barrier(comm: MPI.Comm) -> bool:
     """Return whether the caller must use `comm` for the job's exit barrier.
 
     With the exit barrier, all ranks leave the job together. Returns true only once in a process,
-    for the first communicator that has all ranks of the job. Threads may make contexts in a
-    different order on each process, so one process calls this function for all processes.
+    for the first communicator that has all ranks of the job. Threads may use communicators in
+    another order on each rank, so one rank calls this function for all ranks.
     """
     world = MPI.COMM_WORLD.size
     if comm.size == world > 1 and not comm.Is_inter():
@@ -372,13 +372,13 @@ def likely_exit_code() -> int:
 
 
 def expect_failure(code: int) -> None:
-    """Record that an exception such as `Stopped` may soon end all ranks with exit code `code`."""
+    """Record that an exception may soon end all ranks with exit code `code`."""
     global _may_fail
     _may_fail = code
 
 
 def _leave() -> None:
-    """At exit, leave together with all ranks, or end the job if this rank has a nonzero code.
+    """At exit, leave together with all ranks; end the job if this rank's exit code is nonzero.
 
     With exit code 0 this rank waits without a deadline, because another rank may still write a file
     for an hour. MPI_Finalize would wait for the other ranks as well, but would keep a core busy.

@@ -152,9 +152,9 @@ class Topology:
 class _Inside(Topology):
     """The topology that mpidist itself uses on a communicator.
 
-    If all ranks of an elastic group are on one node, `intra_comm` is the communicator of the
-    context, and no new communicator is made. Open MPI 5.0.11 may crash a rank that makes a
-    communicator while another rank dies.
+    An elastic group is a group of ranks that goes on after a rank has died. If all its ranks are on
+    one node, no new communicator is made: `intra_comm` is a communicator that mpidist has already.
+    Open MPI 5.0.11 may crash a rank that makes a communicator while another rank dies.
     """
 
     _borrows = True

@@ -9,7 +9,7 @@ rank has died. Open MPI has it if the job was started by ``mpirun --with-ft ulfm
 
 Open MPI 5.0.11 reports a death only to a rank that makes progress in MPI, and a rank that receives
 from a living rank never learns that a third rank has died. Therefore every wait of mpidist calls
-`Membership.look`, which probes one private communicator that has all ranks of the group.
+`Membership.look`, which probes `base`, a private communicator of all ranks of the group.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def expect_death(seconds: float = _REPORT) -> None:
     """Raise RankFailure if MPI reports a death within `seconds`.
 
     A rank calls this function when it notices an error whose cause may be the death of a rank. Does
-    nothing in a program that is not elastic.
+    nothing in a program that ends when a rank dies.
     """
     end = time.monotonic() + seconds
     while current is not None and time.monotonic() < end:
@@ -141,7 +141,7 @@ class Membership:
     def open(self) -> None:
         """Make `comm`, and from now on notice when a rank dies. Collective over `base`.
 
-        The ranks also use `base` for the exit barrier of the job, so `base` has all living ranks.
+        `base` must have all living ranks of the job, because it is also used for the exit barrier.
         """
         global current
         current, polling.look = self, self.look
@@ -245,8 +245,9 @@ class Membership:
         """Return a new membership of the living ranks, not open yet. Collective over living ranks.
 
         The method `end` of this membership must have been called on this rank. `agreed` says that
-        this rank has just agreed with the other ranks in `all_here`. `begin` is called with the
-        name of each phase of the work before the phase begins, because a phase may hang.
+        this rank has just agreed with the other ranks in `all_here`. Before each phase of the work,
+        `begin` is called with the name of the phase, so that the caller knows which phase hangs, if
+        one does.
         """
         if not agreed:
             begin("MEET")

@@ -70,8 +70,8 @@ def heading(context, key: int) -> bytes:
     """Return the header of an operation that this rank has just begun.
 
     The header has two parts. The first part of the header is a number that identifies the
-    operation's kind, dtype and shape. The second part of the header, `context.chain`, is a digest
-    of all earlier operations in which a rank does not wait for every other rank, such as
+    operation's kind, dtype and shape. The second part of the header is a digest of all earlier
+    operations on the communicator in which a rank does not wait for every other rank, such as
     broadcasts.
     """
     return _HEADER.pack(key, context.chain)
@@ -180,9 +180,9 @@ class Run:
 
     The constructor begins the execution; the caller must call `test` until it returns true. `data`
     is in host memory, or in device memory if MPI can send from there. The scratch memory of a run
-    is on the host or on the device, as `data` is. A message with another header than `header`
-    belongs to another operation and raises MismatchError. With an empty `header` no headers are
-    sent.
+    is on the host or on the device, as `data` is. The first message from each rank begins with
+    `header`, which identifies the operation. A message with another header belongs to another
+    operation and raises MismatchError. With an empty `header` no headers are sent.
     """
 
     def __init__(self, program: Program, data, tag: int, header: bytes):

@@ -49,7 +49,9 @@ _MANTISSA = {"f4": 24, "f8": 53, "i4": 31, "i8": 62, "u4": 31, "u8": 62}
 
 
 def header_values(key: int, code: str, size: int) -> np.ndarray | None:
-    """Encode the number `key` as array elements (8 bytes), whose sum over `size` ranks is exact.
+    """Encode `key`, the number of an operation, as array elements (8 bytes).
+
+    The sum of these elements over `size` ranks is exact.
 
     Returns None if elements of type `code` are too small for an exact sum over `size` ranks.
     """
@@ -233,6 +235,8 @@ class Handshake:
 
     def __call__(self, key: int) -> BaseException | None:
         """Wait for all ranks; raise MismatchError if `key` differs between ranks. Collective.
+
+        `key` is a number that identifies the operation.
 
         If an exception interrupted this rank, the method returns this exception, otherwise None.
         The caller must raise this exception as soon as the blocking call has ended.

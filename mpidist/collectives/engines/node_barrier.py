@@ -185,7 +185,7 @@ def least(column: np.ndarray) -> int:
 
 @lru_cache(maxsize=256)
 def same_keys(key: int, size: int) -> bytes:
-    """Return the bytes that the keys of `size` ranks have in memory if all of them equal `key`."""
+    """Return the bytes in memory of `size` keys (numbers of operations) that all equal `key`."""
     return np.full(size, key, np.int64).tobytes()
 
 
@@ -263,7 +263,7 @@ class NodeProgram(Engine):
         self.gate = gate
 
     def prepare(self, x: np.ndarray) -> None:
-        """Write the address of `x` for the other ranks, if they read or write `x` themselves.
+        """Write the address of `x` for the other ranks, if they read or write `x` directly.
 
         Called before the first barrier of each operation.
         """

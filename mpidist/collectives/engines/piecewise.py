@@ -8,8 +8,8 @@
 Each of the vectors to add is called a piece. A rank adds each piece as soon as the tree allows
 (``fixed_tree.push``). With V pieces (vectors) on p ranks, a rank keeps only about log2(V/p) + 1
 vectors in memory, as rows of one buffer. When a rank has added all its pieces, its partial sums are
-in the first rows of the buffer, where the schedules of ``fixed_tree`` expect them. If all ranks are
-on one node, the buffers are in memory that the ranks share, and no message is sent
+in the first rows of the buffer, where the algorithms of the module ``fixed_tree`` expect them. If
+all ranks are on one node, the buffers are in memory that the ranks share, and no message is sent
 (``fixed_tree.on_slots``). `add_all` adds several pieces in one call: first all pairs of pieces in
 the tree's lowest level at once, then all pairs of sums in the next level, and so on.
 

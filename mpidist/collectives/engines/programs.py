@@ -82,7 +82,7 @@ def make_engine(
 
 
 def _on_nodes(reduction: Reduction, n: int, memory: NodeMemory, name: str) -> Engine:
-    """Return the engine for vectors of `n` elements in private memory, on one node or several."""
+    """Return the object that reduces vectors of `n` elements in private memory."""
     dtype, ufunc, topology = reduction.work, reduction.ufunc, memory.topology
     size, rank, gate = topology.local_size, topology.local_rank, memory.gate
     nbytes = n * dtype.itemsize
@@ -112,7 +112,7 @@ def _on_nodes(reduction: Reduction, n: int, memory: NodeMemory, name: str) -> En
 
 
 def _on_slots(reduction: Reduction, memory: NodeMemory, slots: list) -> Engine:
-    """Return the engine that reduces vectors in shared memory; local rank r has ``slots[r]``."""
+    """Return the object that reduces vectors in shared memory; local rank r has ``slots[r]``."""
     n, ufunc, topology = slots[0].size, reduction.ufunc, memory.topology
     if topology.nodes > 1:
         halves = halves_on_slots(topology, slots, ufunc, memory.gate)

@@ -46,6 +46,8 @@ class _Block(NamedTuple):
 class _Round(NamedTuple):
     """The memory that this rank reads and writes between two barriers.
 
+    A piece is as much of a part of the vector as fits into a shared buffer.
+
     `others` describes the pieces that this rank copies to shared memory for other ranks. `taken`
     describes the finished pieces that this rank copies from shared memory. `mine` is the piece that
     this rank sums, and `rows` contains the other ranks' values that are added to this piece. On a
@@ -176,9 +178,9 @@ class StagedProgram(NodeProgram):
             self.gate.check(key)
 
     def stage(self, t: int, x: Matrices) -> None:
-        """Copy this rank's values of the pieces `t` that other ranks sum to shared memory.
+        """Copy to shared memory this rank's values of piece `t` of each other rank's part.
 
-        The rank that sums a piece reads the values there.
+        The rank that sums a part of the vector reads the values there.
         """
         start = t * self.piece
         for matrix, owners, length, inbox, _ in self._round(t).others:

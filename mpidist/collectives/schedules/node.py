@@ -67,7 +67,7 @@ def piece_bytes(size: int) -> int:
 
 
 def staging_bytes(size: int) -> int:
-    """Return the bytes of shared buffers that `reduce_scatter`, `allgather` and `staged` need."""
+    """Return the bytes of the shared buffers through which private vectors are copied."""
     return staging_length(size, size, piece_bytes(size))
 
 
@@ -101,7 +101,10 @@ def outbox_row(size: int, lanes: int, owner: int) -> int:
 
 
 class _Staging:
-    """Computes where each piece lies in shared memory, and the steps that copy and add a piece."""
+    """Computes where each piece lies in shared memory, and the steps that copy and add a piece.
+
+    A piece is as much of a rank's part of the vector as fits into a shared buffer.
+    """
 
     def __init__(self, size: int, rank: int, n: int, piece: int, lanes: int, base: int):
         self.size, self.rank, self.piece, self.lanes, self.base = size, rank, piece, lanes, base
@@ -119,11 +122,11 @@ class _Staging:
         return start, start + length(self.part(owner, t))
 
     def inbox(self, rank: int, owner: int, t: int) -> Range:
-        """Return the range of shared memory in which `rank` puts piece `t` for `owner`."""
+        """Return the range of shared memory in which `rank` puts piece `t` of `owner`'s part."""
         return self._place(inbox_row(self.size, rank, owner), owner, t)
 
     def outbox(self, owner: int, t: int) -> Range:
-        """Return the range of shared memory in which `owner` writes the sum of its piece `t`."""
+        """Return the range of shared memory to which `owner` writes its part's sum of piece `t`."""
         return self._place(outbox_row(self.size, self.lanes, owner), owner, t)
 
     def stage(self, round: int, t: int) -> list[Step]:
@@ -148,7 +151,10 @@ class _Staging:
         ]
 
     def publish(self, round: int, t: int) -> list[Step]:
-        """Return steps that put the sum of piece `t` (divided for a mean) into shared memory."""
+        """Return steps that put the sum of piece `t` of this rank's part into shared memory.
+
+        For a mean, the sum is divided first.
+        """
         if self.rank >= self.lanes:
             return []
         mine = self.part(self.rank, t)
@@ -182,7 +188,7 @@ def staged(size: int, rank: int, n: int, piece: int, base: int) -> list[Step]:
 
 
 def reduce_scatter(size: int, rank: int, n: int, piece: int, lanes: int, base: int) -> list[Step]:
-    """Return the steps of the first half of `staged`: owner r gets part r of the node's sum.
+    """Return the steps of a reduce-scatter through shared buffers: owner r gets part r of the sum.
 
     Only the first `lanes` ranks own a part.
     """
@@ -194,7 +200,7 @@ def reduce_scatter(size: int, rank: int, n: int, piece: int, lanes: int, base: i
 
 
 def allgather(size: int, rank: int, n: int, piece: int, lanes: int, base: int) -> list[Step]:
-    """Return the steps of the second half of `staged`: all ranks copy the sums of all owners.
+    """Return the steps of an allgather through shared buffers: all ranks copy all owners' sums.
 
     Only the first `lanes` ranks own a part.
     """

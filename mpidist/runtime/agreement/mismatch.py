@@ -87,7 +87,9 @@ class Status(NamedTuple):
 
 
 def encode_signature(signature: Signature) -> str:
-    """Encode a signature as the text of a `Status`. Different signatures have different texts.
+    """Encode a signature (the description of an operation) as the text of a `Status`.
+
+    Different signatures have different texts.
 
     A long signature, such as one with the element counts of a hundred ranks, is cut, and a digest
     of the whole signature is appended. If `Status.pack` cut the text instead, two different
@@ -106,7 +108,7 @@ def decode_signature(text: str) -> Signature:
 
 
 def raised(text: str) -> bool:
-    """Return whether `text`, an encoded signature, stands for a call that raised an exception."""
+    """Return whether `text`, an encoded `Signature`, stands for a call that raised an exception."""
     return text.startswith(RAISED + "\x1e")
 
 

@@ -4,7 +4,8 @@ After a moment of waiting, a rank sends its neighbours the number and the signat
 its operation, its host, and the line of the user's program. The neighbours of rank r are the ranks
 r + 1, r - 1, r + 2, r - 2, r + 4, r - 4, ... modulo the number of ranks. Each of p ranks thus sends
 about 2 log2 p messages. If each rank that receives a message sends the message to its own
-neighbours once, the message reaches all ranks that poll, even if some other ranks do not poll:
+neighbours once, the message reaches all ranks that poll, even if some other ranks do not poll.
+Ranks in different operations raise an error in these steps:
 
     two neighbours are in different operations  the rank that notices asks all ranks (ROLL_CALL)
     all have answered, or a moment is over      that rank sends one error text to all (VERDICT)
@@ -15,7 +16,8 @@ least one rank sees the conflict. A rank that is only late is never reported as 
 status agrees with the statuses of the other ranks as soon as it begins the operation. Once a
 second, a waiting rank also sends its status to log2 p ranks (of p in all) that are not its
 neighbours, because one of these ranks may have closed its state for the communicator (`md.free`).
-No function of this module blocks. Statuses are sent on the communicator `Context.control`.
+No function of this module blocks. Statuses are sent on a private duplicate of the communicator
+(`Context.control`).
 """
 
 from __future__ import annotations
@@ -220,7 +222,7 @@ class Statuses:
         return Status(context.rank, state, number, text, context.host, call_site())
 
     def _signature(self, number: int) -> str:
-        """Return the encoded signature of operation `number`, or "" if it is no longer stored."""
+        """Return the encoded description of operation `number`, or "" if it is no longer stored."""
         signature = self.context.operation(number)
         return encode_signature(signature) if signature is not None else ""
 

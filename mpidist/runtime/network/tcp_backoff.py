@@ -70,7 +70,7 @@ Values = dict[tuple[int, int], int]
 
 
 class Stalled(NamedTuple):
-    """A connection without an answer: its file, the other host, and how often TCP sent again."""
+    """A connection without an answer: its descriptor and inode, the other host, and TCP's tries."""
 
     fd: int
     inode: int

@@ -4,9 +4,9 @@ With the system call process_vm_readv(2), Linux copies data once between two pro
 without shared memory and without a message. Containers, other users and hardened kernels may forbid
 this system call, and a process number may mean another process in another container. The system
 call may thus fail or reach a wrong process, so all ranks test it with random numbers before they
-use it. In an elastic group a rank may die, and the kernel may give its process number to another
-process. In an elastic group, a rank therefore writes only after the kernel has confirmed that no
-process of the group has ended.
+use it. An elastic group of ranks goes on after a rank has died, and the kernel may give the process
+number of the dead rank to another process. In an elastic group, a rank therefore writes only after
+the kernel has confirmed that no process of the group has ended.
 """
 
 from __future__ import annotations
@@ -130,7 +130,10 @@ class CrossMemory:
             self._poll.register(end.file, select.POLLIN)
 
     def _watch_ends(self) -> str:
-        """In an elastic group, watch all local ranks' processes; return an error text or ""."""
+        """In an elastic group, watch all local ranks' processes; return an error text or "".
+
+        The ranks of an elastic group go on after a rank has died.
+        """
         try:
             self._watch([_End(pid) for pid in self.pids] if ulfm.current is not None else [])
         except OSError as error:  # a kernel before Linux 5.3, or a process has ended
