@@ -154,7 +154,7 @@ class Handle:
         running.append(self)
 
     def test(self) -> bool:
-        """Make progress; return whether the operation has ended, by a result or by an error."""
+        """Continue the operation; return whether it has ended, by a result or by an error."""
         if self.done or self._inside:
             return self.done
         self._inside = True

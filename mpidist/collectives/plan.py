@@ -73,7 +73,7 @@ class CachedPlan:
         return self
 
     def release(self) -> None:
-        """Remove an owner (user) of this plan; close the plan if it has no other owner.
+        """Remove an owner (user) of this prepared operation; close it if it has no other owner.
 
         All ranks must call this method.
         """
@@ -83,7 +83,7 @@ class CachedPlan:
             self.context.drop(self.place) if self.place else self.close()
 
     def close(self) -> None:
-        """Free the memory and requests of the plan."""
+        """Free the memory and the MPI requests of this prepared operation."""
         if self.engine is not None:
             self.engine.close()
         self.context.uncount(self.runs)
@@ -196,7 +196,7 @@ class AllreducePlan(CachedPlan):
             copy_into(x, work.reshape(self.shape))
 
     def close(self) -> None:
-        """Free the memory and requests of the plan."""
+        """Free the memory and the MPI requests of this prepared operation."""
         if self.short is not None:
             self.short.close()
         super().close()

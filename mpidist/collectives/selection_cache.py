@@ -10,9 +10,9 @@ stored only if the second-best algorithm took at least 1.1 times (`MARGIN`) as l
 if the best one was the fastest in most rounds, and if no other program was running on the machine
 (`busy`). A choice that is not stored is measured in every run, and a stored choice is measured
 again after 7 days. When `mpidist launch` starts a job again after a failure, the job must choose
-the same algorithms as before the failure. For a job that `mpidist launch` runs, all choices are
-therefore stored in the folder of the job. Only rank 0 reads and writes the file of choices. A file
-of choices that cannot be read or written is not an error.
+the same algorithms as before the failure, so that its sums have the same bits. For a job that
+`mpidist launch` runs, all choices are therefore stored in the folder of the job. Only rank 0 reads
+and writes the file of choices. A file of choices that cannot be read or written is not an error.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Gradients:
     algorithm : str
         The algorithm of `md.allreduce` that adds the gradients, such as "auto" (the fastest).
     bucket_bytes : int or "auto"
-        The size of a bucket, the gradients that are sent together, in bytes.
+        The size in bytes of a bucket (a group of gradients that are sent together).
     overlap : bool
         Whether to exchange gradients between nodes while the backward pass still runs.
     progress : "hooks" or "thread"

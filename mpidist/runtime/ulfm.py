@@ -77,7 +77,7 @@ def rank_failure(error: BaseException) -> RankFailure:
 
 
 def keep_alive(*objects) -> None:
-    """Keep objects that MPI may still use after a death until the process ends."""
+    """Keep objects until the process ends, because MPI may still use them after a death."""
     if current is not None:
         _GRAVE.append(objects)
 

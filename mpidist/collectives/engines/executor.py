@@ -222,7 +222,7 @@ class Run:
             ends_within(GRACE, lambda: MPI.Request.Testall(sends))
 
     def test(self) -> bool:
-        """Make progress; return whether this rank has finished all its steps.
+        """Continue with the steps; return whether this rank has finished all its steps.
 
         Returns False while another thread is in this method, and after an exception.
         """
@@ -239,7 +239,7 @@ class Run:
             self._testing.release()
 
     def progress(self, ready: list[int] | None = None) -> bool:
-        """Make progress without a lock; return whether this rank has finished all its steps.
+        """Continue with the steps, without a lock; return whether this rank has done all steps.
 
         The method begins the steps in the list `ready`. If `ready` is None, the method begins the
         steps that have waited for messages which are now complete. When a step is done, the steps

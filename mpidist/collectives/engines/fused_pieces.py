@@ -154,7 +154,7 @@ class LaneRun:
         running.append(self)
 
     def test(self) -> bool:
-        """Make progress; return whether the bucket contains the sum on all ranks of this node.
+        """Continue the sum; return whether the bucket contains it on all ranks of this node.
 
         Returns False while another thread is in this method, unless the sum is complete.
         """

@@ -295,7 +295,7 @@ class PieceSum:
                 self._run = ProgramRun(self.context, self._ahead, vector)
 
     def test(self) -> None:
-        """Make progress for the sum that `begin` has begun, if any."""
+        """Continue the sum that `begin` has begun, if any."""
         if self._run is not None:
             self._run.test()
 
@@ -383,7 +383,7 @@ class ProgramRun:
         self.done = False
 
     def test(self) -> bool:
-        """Make progress; return whether this rank has finished its part."""
+        """Continue the operation; return whether this rank has finished its part of it."""
         try:
             if not self.done and self._run.test():
                 self.done = True

@@ -46,7 +46,10 @@ def reduce_scatter(size: int, rank: int, counts: Sequence[int]) -> list[Step]:
 
 
 def _exchange(size: int, rank: int, outgoing: list[Range], home: Range, n: int) -> list[Step]:
-    """Return steps that send ``outgoing[q]`` to each rank q and add received data in rank order."""
+    """Return steps that send ``outgoing[q]`` to each rank q and add received data in rank order.
+
+    The sum is put into the range `home` of the vector.
+    """
     slots = _slots(size, n, length(home))
     others = [(rank + k) % size for k in range(1, size)]
     steps = [send(0, q, outgoing[q]) for q in others]

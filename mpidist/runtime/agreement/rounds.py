@@ -46,7 +46,7 @@ class Polled:
         self.longest = 0
 
     def call(self, doing: str):
-        """Return a context manager that sends this rank's exceptions in any step to other ranks."""
+        """Return a context manager that sends this rank's exceptions to the other ranks."""
         return self.context.call(in_one_line(doing, LONGEST))
 
     def end(self) -> None:

@@ -60,6 +60,8 @@ def neighbours(rank: int, size: int) -> list[int]:
 class Statuses:
     """The status messages that this rank has sent and received on one communicator.
 
+    A status says in which operation a rank is, and which line of the program has called it.
+
     `awaited` is the number of the operation for which this rank waits; None means the newest
     operation.
     """
