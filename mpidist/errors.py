@@ -50,8 +50,8 @@ class ReplicaError(MpidistError):
     """The replicas of a model on several ranks differ, although they must be equal to the last bit.
     Raised on all ranks.
 
-    The list ``ranks`` has the ranks that differ from most ranks; it is empty if there is no
-    majority. ``tensors`` are the names of the tensors that differ.
+    The list ``ranks`` has the ranks whose replicas differ from those of most ranks; it is empty if
+    there is no majority. ``tensors`` are the names of the tensors that differ.
     """
 
     everywhere = True

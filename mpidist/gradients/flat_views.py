@@ -12,7 +12,7 @@ import numpy as np
 
 from ..arrays import array_module
 
-#: The name of the two extra numbers. `md.train` sends a loss and a vote with the gradients.
+#: The name of the two extra numbers. `md.train` sums a loss and requests to stop.
 EXTRAS = "(extras)"
 
 
@@ -70,7 +70,7 @@ def flat_views(
     only some layers, perhaps none with the widest dtype, so it passes the dtype of the loss.
     """
     shapes = {name: (array.shape, array.dtype) for name, array in parameters.items()}
-    # A stage of a pipeline may have a loss although it has no parameters.
+    # A stage of a pipeline (a rank with some of the layers) may have a loss and no parameters.
     xp = array_module(next(iter(parameters.values()))) if parameters else np
     views, vectors = allocate(with_extras(shapes, loss), xp, rows)
     return {name: views[name] for name in parameters}, vectors

@@ -10,8 +10,8 @@ An arena is memory that all ranks of a node share. With several nodes, a hook co
 into the arena as soon as autograd has computed it, and buckets of gradients are sent while backward
 still runs (`exchange.py`). If the backward pass runs again before `average`, the exchange that has
 begun is finished first. The new gradients are then added to the means that this exchange has made.
-A second exchange in the same step does not change the means of the first exchange: they are equal
-on all ranks, and the mean of equal values is the same value.
+A second exchange in the same step does not change the means of the first exchange: these means are
+equal on all ranks, and the mean of equal values is the same value.
 
 A parameter that no rank has used in a step has no gradient, and the optimizer does not change it.
 With the gradients, each rank sends a 1 for every parameter that it has used, and a 0 for the

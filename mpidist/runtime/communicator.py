@@ -81,8 +81,8 @@ class ElasticComm(MPI.Intracomm):
     The object `membership` records all communicators that are made from this one.
 
     The blocking collectives of this class check before they return whether a rank has died. Without
-    this check they could return incomplete data: if a death interrupts a collective, Open MPI
-    5.0.11 may return as if the collective had succeeded.
+    this check, these collectives could return incomplete data: if a death interrupts a collective,
+    Open MPI 5.0.11 may return as if the collective had succeeded.
     """
 
     #: The `ulfm.Membership` to which the communicator belongs.

@@ -115,7 +115,7 @@ class Context:
         return runs
 
     def uncount(self, runs: events.Runs) -> None:
-        """Remove the counter `runs` (a `Runs` object); add its counts to this context's totals.
+        """Remove the counter `runs` (a `Runs` object); add its counts to the communicator's totals.
 
         All ranks must call this method between the same two operations.
         """
@@ -299,7 +299,7 @@ class Context:
         self._abandon()
 
     def _check_death(self, error: BaseException) -> None:
-        """If `error` is about a rank's death, give up; raise RankFailure if it is an MPI error."""
+        """If `error` reports a death, fail the communicator; RankFailure if MPI raised `error`."""
         if is_death(error):
             found = rank_failure(error)
             self.failed_as = RankFailure

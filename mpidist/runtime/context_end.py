@@ -31,7 +31,7 @@ _HEAR = 3.0
 
 _LEAVING = Signature("leave", "", "")
 
-#: The error text if `Context.chain` differs between ranks.
+#: The error text if `Context.chain`, a digest of earlier calls, differs between ranks.
 CHAIN_DIFFERS = (
     "the ranks made different calls earlier, and no rank waited for another in these calls; "
     "all ranks must make the same calls, with the same root"

@@ -178,7 +178,7 @@ def is_child() -> bool:
 
 
 def end_child(number: int) -> None:
-    """End a forked process by signal `number`. In a rank, which ends by itself, do nothing."""
+    """If a rank has forked this process, end it by signal `number`; otherwise do nothing."""
     if _child:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -398,7 +398,7 @@ class Membership:
         return alive and bool(value & WELL)
 
     def _obey(self, value: int) -> None:
-        """Leave the job if the bits that `_meet` has returned say that a rank ends the job."""
+        """Leave the job if `value`, the "and" of all ranks' bits, says that a rank ends the job."""
         if (code := agreed_bits.end_code(value)) is not None:
             self.end("the job ends")
             self._last_meeting(3)

@@ -14,11 +14,11 @@ all ranks are on one node, the buffers are in memory that the ranks share, and n
 the tree's lowest level at once, then all pairs of sums in the next level, and so on.
 
 Adding takes as long as memory is read and written, so `add` goes through a vector in blocks that
-stay in the cache: a block is weighted and then added to all rows that the tree joins. A piece may
-come in parts, which are still in the cache when they are added (`begin_piece`). About half of
-the pieces are only stored when they come, because the tree adds them to a later piece. The caller
-may write such a piece directly into the memory in which it is stored (`next_row`, `add_row`). Such
-a piece is multiplied by its weight when the next piece comes.
+stay in the cache: a block is weighted and then added to all rows that the tree joins. The caller
+may also pass a piece in several parts, so that each part is still in the cache when it is added
+(`begin_piece`). About half of the pieces are only stored when they come, because the tree adds them
+to a later piece. The caller may write such a piece directly into the memory in which it is stored
+(`next_row`, `add_row`). Such a piece is multiplied by its weight when the next piece comes.
 """
 
 from __future__ import annotations

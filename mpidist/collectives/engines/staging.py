@@ -4,8 +4,8 @@ Each rank owns one part of the vector, and sums this part over all ranks of the 
 copied and summed in pieces that fit into the shared buffer. The schedule (list of steps)
 `node.staged` has a separate copy step for the piece of each owner (the rank that sums a part). This
 module copies the pieces of neighbouring ranks in one NumPy call: it treats both the vector and the
-shared buffer as matrices with a row for each rank that owns a part. Because one NumPy call copies
-many pieces, a node of 256 ranks needs no more calls than a node of 17.
+shared buffer as matrices with a row for each rank that owns a part. One NumPy call thus copies many
+pieces, so the number of calls for copies does not grow with the number of ranks.
 
     vector   | part 0 | part 1 | part 2 | ...     two matrices, as the first n % lanes parts are
     matrix     row 0    row 1    row 2            one element longer than the others

@@ -24,7 +24,7 @@ from ...errors import MismatchError
 from ..communicator import translated_rank
 from .mismatch import ELSEWHERE, Status
 
-#: The open contexts of this process.
+#: mpidist's states (`Context`) for the communicators of this process that are in use.
 open_contexts: list = []
 
 

@@ -52,7 +52,10 @@ def watch_network(name: str) -> None:
 
 
 class NetworkWatch:
-    """The network watch of one process. Only the thread of the watch calls `look`."""
+    """Notices, in a thread of this process, other hosts that give no answer.
+
+    Only this thread calls `look`.
+    """
 
     def __init__(self, name: str, connections: Connections):
         self.name, self.connections = name, connections
