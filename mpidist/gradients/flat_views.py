@@ -67,7 +67,8 @@ def flat_views(
 
     With ``rows=(k,)`` each vector has the shape (k, n) instead of (n,). `loss` is the dtype of the
     extras, the two extra numbers; by default `loss_dtype` chooses it. In a pipeline, each rank has
-    only some layers, perhaps none with the widest dtype, so it passes the dtype of the loss.
+    only some layers, perhaps none with the widest dtype, so the caller passes the dtype of the
+    loss.
     """
     shapes = {name: (array.shape, array.dtype) for name, array in parameters.items()}
     # A stage of a pipeline (a rank with some of the layers) may have a loss and no parameters.

@@ -1,8 +1,8 @@
-"""The context of a communicator, mpidist's state for it: duplicates, numbers, prepared operations.
+"""The context of a communicator: duplicates, operation numbers and plans (prepared operations).
 
-mpidist stores one `Context` in each communicator, as an MPI attribute, so users pass only their
-mpi4py communicator. `free(comm)` closes the context. A context that is still open when the program
-exits is closed before MPI is finalised.
+A `Context`, mpidist's state for a communicator, is an MPI attribute of the communicator, so users
+pass only their mpi4py communicator. `free(comm)` closes the context. A context that is still open
+when the program exits is closed before MPI is finalised.
 
 `Context.wait` calls a test function until it returns true. When a wait lasts longer than a moment,
 the ranks tell each other which operation they are in (`statuses.py`), so ranks in different

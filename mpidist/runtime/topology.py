@@ -223,7 +223,7 @@ def node_once(comm: MPI.Intracomm, *, ranks_per_node: int | None = None):
     after all leaders have finished it. If a leader's body raises an exception, that leader raises
     the same exception. All other ranks raise an error that names that leader, its host and the
     cause. If the leader's exception is an error of mpidist, the other ranks' error has the same
-    class; otherwise it is an MpidistError.
+    class; otherwise the other ranks raise an MpidistError.
 
     >>> with md.node_once(comm) as first:
     ...     if first:

@@ -1,7 +1,7 @@
 """Detect that a rank has died, and make a smaller communicator of the living ranks (ULFM).
 
 ULFM (user-level failure mitigation) is the part of MPI with which a program can continue after a
-rank has died. Open MPI has it if the job was started by ``mpirun --with-ft ulfm``.
+rank has died. In Open MPI, a job has ULFM if it was started by ``mpirun --with-ft ulfm``.
 
     a rank is killed --> a waiting rank probes `base` --> RankFailure
                      --> revoke all: every other rank leaves its call of MPI with an error, too

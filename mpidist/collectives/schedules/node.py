@@ -12,12 +12,12 @@ The sums of all parts are then copied to every rank.
     flat, short vectors: every rank copies in, sync, every rank adds all vectors in rank order
 
 With q ranks on the node and N bytes, each rank reads N bytes and writes N bytes in
-`in_place_allreduce`. In `flat` it moves (q+2)N bytes between memory and processor. In `staged`,
-each rank also moves 2N bytes, if accesses that stay in the cache are not counted. In a barrier of
-the node (a sync), each rank writes one cache line. If the argument `lanes` is less than the number
-of ranks of the node, only the first `lanes` ranks own parts of the vector. The first half of an
-allreduce (`reduce_scatter`) gives each owner the node's sum of its part. Before the second half of
-an allreduce (`allgather`), the owners sum their parts over all nodes by messages.
+`in_place_allreduce`. In `flat` each rank moves (q+2)N bytes between memory and processor. In
+`staged`, each rank also moves 2N bytes, if accesses that stay in the cache are not counted. In a
+barrier of the node (a sync), each rank writes one cache line. If the argument `lanes` is less than
+the number of ranks of the node, only the first `lanes` ranks own parts of the vector. The first
+half of an allreduce (`reduce_scatter`) gives each owner the node's sum of its part. Before the
+second half of an allreduce (`allgather`), the owners sum their parts over all nodes by messages.
 
 Jain, Kaleem, Balmana, Langer, Durnov, Sannikov, Garzaran, "Framework for Scalable Intra-Node
 Collective Operations using Shared Memory", SC 2018.

@@ -10,8 +10,9 @@ down. While a rank waits, this module therefore makes TCP send a few questions t
 
 This module changes the settings of connections to other hosts only, and only while they get no
 answer or are idle in a long wait. Some of these connections may belong to the user's program, and
-not to MPI. The change does not harm them either: TCP sends a few more packets, gives up a
-connection after the same time as without the change, and gets its old settings back afterwards.
+not to MPI. The change does not harm these connections either: TCP sends a few more packets, gives
+up a connection after the same time as without the change, and gets its old settings back
+afterwards.
 """
 
 from __future__ import annotations
