@@ -108,7 +108,8 @@ class Context:
     def count(self, counters: events.Counters, reader=None, *, numbers=False) -> events.Runs:
         """Return a new counter of an operation's runs; the property `counters` includes it.
 
-        `counters` has the messages and bytes of one run; `events.Runs` explains the rest.
+        `counters` has the messages and bytes of one run; `events.Runs` explains `reader`,
+        `numbers`.
         """
         runs = events.Runs(counters, reader, numbers)
         self.runs.append(runs)

@@ -103,7 +103,7 @@ def wait_until(
 
 
 class ElasticWait:
-    """What a wait that has a loop of its own, not `wait_until`, must do in an elastic program.
+    """In an elastic program, what a wait must do that has its own loop instead of `wait_until`.
 
     An elastic program goes on after a rank has died. A wait that lasts longer than a millisecond
     must therefore notice when a rank has died, and must show the other ranks of the node that this

@@ -91,7 +91,7 @@ def split_range(span: Range, pieces: int) -> list[Range]:
 
 
 def without_empty(steps: list[Step]) -> list[Step]:
-    """Return `steps` without the steps of no elements, which occur for very short vectors.
+    """Return `steps` without the steps that have no elements, as some have for short vectors.
 
     Both the sender and the receiver of an empty message drop its step, so all other messages still
     match.
