@@ -108,8 +108,7 @@ class Context:
     def count(self, counters: events.Counters, reader=None, *, numbers=False) -> events.Runs:
         """Return a new counter of an operation's runs; the property `counters` includes it.
 
-        `counters` has the messages and bytes of one run; `events.Runs` explains `reader`,
-        `numbers`.
+        `counters` are the counts of one run; `events.Runs` explains `reader` and `numbers`.
         """
         runs = events.Runs(counters, reader, numbers)
         self.runs.append(runs)
