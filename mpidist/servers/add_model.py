@@ -36,10 +36,10 @@ def host_model(
     """Divide one model between the servers of `group`, and give it its initial values.
 
     Collective over the group's `comm`. Returns the layout (which server holds what), the largest
-    number of bytes of a piece of a message, and the memory that the ranks of this host share.
-    `server` is the `Server` object of this rank, or None if this rank is no server. `taken` has the
-    names of the models that the group already has, and `asked` has the arguments of
-    `ServerGroup.add`. Raises the same errors as `ServerGroup.add`.
+    number of bytes of a piece of a message, and the memory that the ranks of this host share for
+    the model, or None. `server` is the `Server` object of this rank, or None if this rank is no
+    server. `taken` has the names of the models that the group already has, and `asked` has the
+    arguments of `ServerGroup.add`. Raises the same errors as `ServerGroup.add`.
     """
     link, servers, workers = group.link, group.server_ranks, group.worker_ranks
     doing = f"add {shown(asked.name)}"
@@ -132,7 +132,7 @@ def host_model(
 
 
 def _checked(group, serves: bool, asked: Request) -> tuple[dict, dict | None]:
-    """Check this rank's arguments of `ServerGroup.add`; return what `parse_model` returns."""
+    """Check this rank's arguments of `ServerGroup.add`; return the results of `parse_model`."""
     check_update(asked)
     facts, inits = parse_model(asked)
     name, optimizer, policies = asked.name, asked.optimizer, _policies(facts)

@@ -141,7 +141,7 @@ class Client:
     def clock(self) -> None:
         """Finish this worker's step, without waiting; the next pull waits for slower workers.
 
-        How long it waits depends on the consistency mode; under ASP it does not wait.
+        How long that pull waits depends on the consistency mode; under ASP it does not wait.
         """
         self._open()
         with self._ticking:
@@ -185,7 +185,7 @@ class Client:
         return results
 
     def _push_pull_again(self, bound: BoundPushPull, samples: int | None) -> dict:
-        """Do a push_pull with remembered arrays; `bound.pack` has copied the gradients already."""
+        """Do a push_pull of the arrays of an earlier call; `bound.pack` has been called already."""
         self._enter()
         requests, self._binds = self.requests, _BINDS
         requests.pushed, requests.started = (clock := requests.clock), True
@@ -208,7 +208,7 @@ class Client:
     def repeat_push_pull(
         self, gradients: Mapping, *, out: Mapping, samples: int | None, known: Collection[int]
     ) -> None:
-        """Do `push_pull` again after a rank has died, without pushing to servers that have it.
+        """Do `push_pull` again after a rank has died; send no push to servers that have it already.
 
         `known` has the numbers of these servers, which received the push before the death.
         """
@@ -267,7 +267,7 @@ class Client:
     def stats(self) -> dict:
         """The counts of messages, steps and waits of this worker so far.
 
-        ``waits`` has the seconds spent waiting for servers to serve ("server") and for slower
+        ``waits`` has the seconds spent waiting for servers to answer ("server") and for slower
         workers to catch up ("worker"). ``gaps`` (steps ahead of the slowest worker), ``staleness``
         (updates by other workers between this worker's pull and push) and ``queue`` (how many
         workers waited for a server at the same time) are histograms. ``nonfinite`` counts the
@@ -301,9 +301,10 @@ class Client:
         """The consistency mode, which may be set between two steps: BSP, SSP, DSSP or ASP.
 
         All workers of the model must set the same mode in the same clock (step); otherwise all
-        ranks get a ProtocolError. The mode begins with the next clock, for all workers and servers,
-        and no push is lost. All workers begin the first clock after BSP or SSP(0) with the same
-        parameters. Setting the present mode does nothing. In elastic runs the mode cannot change.
+        ranks get a ProtocolError. The new mode begins with the next clock, for all workers and
+        servers, and no push is lost. All workers begin the first clock after BSP or SSP(0) with the
+        same parameters. Setting the present mode does nothing. The mode cannot change in elastic
+        runs.
 
         Raises
         ------
@@ -326,17 +327,17 @@ class Client:
 
         The workers call it in the same clock (step), with equal optimizers; otherwise all ranks get
         a ProtocolError. Under BSP the update of this clock is the first one with the new optimizer.
-        In other modes a server uses it as soon as the last worker has called. An optimizer of the
-        same kind goes on with the state (such as velocities and the progress of a schedule), one of
-        another kind begins with a new state. Servers get a copy of an optimizer of your own, which
-        `pickle` must be able to make; workers compare its class and its settings. In elastic runs
-        the optimizer cannot change.
+        In other modes a server uses the new optimizer as soon as the last worker has called. An
+        optimizer of the same kind goes on with the state of the old one (such as velocities and the
+        progress of a schedule). An optimizer of another kind begins with a new state. Servers get a
+        copy of an optimizer of your own, which `pickle` must be able to make; workers compare its
+        class and its settings. In elastic runs the optimizer cannot change.
 
         Raises
         ------
         ConfigError
-            The optimizer is not elementwise (as one of `optim.clipped`), or cannot be sent to the
-            servers.
+            The optimizer is not elementwise (for example one of `optim.clipped`), or cannot be sent
+            to the servers.
         """
         self._open()
         with GroupCall(self._link, f"set_optimizer of {self.name!r}"):
@@ -350,7 +351,7 @@ class Client:
     # -- messages ------------------------------------------------------------------------
 
     def _requests(self, model: int, piece_bytes: int, share: NodeShare | None) -> ClientRequests:
-        """Return the object that sends this client's requests, for the present layout."""
+        """Return the object that sends this client's requests to the servers of its `layout`."""
         layout, numbers = self.layout, range(len(self._servers))
         self._names, self._binds = Selection(self.name, layout), 0 if self._cache else _BINDS
         self._names.assigns = getattr(self.asked.optimizer, "assigns", False)
@@ -369,10 +370,11 @@ class Client:
     def use_layout(
         self, layout: ServerLayout, servers: list[int], piece_bytes: int, share: NodeShare | None
     ) -> None:
-        """Send further requests to the servers of another layout. Called between two clocks.
+        """Use another division of the model between servers from now on. Called between two clocks.
 
-        `servers` has the ranks of the servers, `piece_bytes` is the largest size of a piece of a
-        message, and `share` is the memory that this host shares for the model.
+        `layout` says which server now holds which tensors. `servers` has the ranks of the servers,
+        `piece_bytes` is the largest size of a piece of a message, and `share` is the memory that
+        the ranks of this host share for the model.
         """
         self.layout, self._servers, before = layout, servers, self.requests
         self._bound = None
@@ -413,7 +415,7 @@ class Client:
     def _ask(
         self, flags: int, wanted: dict, results: dict, pushes=None, samples=None, known=()
     ) -> None:
-        """Ask the servers, see `ClientRequests.ask`, and update the counts from the answers."""
+        """Do what `ClientRequests.ask` does, and update this client's counts from the answers."""
         entering = bool(flags & CLOCK) or self.requests.entered < self.finished
         if self._cache is None:
             headers, waited = self.requests.ask(flags, wanted, results, pushes, samples, known)

@@ -24,9 +24,10 @@ ASP       at once                                 at once
 A worker that has left (finished or died) is no longer a live worker. Pushes that a worker has sent
 before it left are still applied.
 
-The class `ConsistencyGate` contains all the rules of the consistency modes as one state machine. A
-server reports each event to its `ConsistencyGate` in the order of arrival, and carries out the
-actions that the gate returns, in their order. The tests try every possible order of events.
+The class `ConsistencyGate` contains the rules of these three modes as one state machine. A server
+reports each event (a push, a tick, a pull, or that a worker leaves) to its `ConsistencyGate` in the
+order of arrival. The server carries out the actions (updates and answers) that the gate returns, in
+their order. The tests try every possible order of events.
 
 SSP: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server",
 NIPS 2013.
@@ -61,12 +62,12 @@ class Consistency:
     merges : bool
         Whether the pushes of all workers in one step make one update.
     streams : bool
-        Whether a server may update and answer a push piece by piece, because no worker gets an
-        answer before all workers have sent their pushes.
+        Whether a server may apply and answer a large push piece by piece (a piece is a range of its
+        bytes). It may if no worker gets an answer before all workers have sent their pushes.
     asks_all : bool
         Whether a worker begins a step only when every server has answered its pull, as in modes in
-        which the first server decides for all. Otherwise a worker asks only the servers that hold
-        the parameters that it pulls.
+        which the first server decides when a worker may begin. Otherwise a worker asks only the
+        servers that hold the parameters that it pulls.
     survives : bool
         Whether an elastic run can go on in this mode after a death.
     """
@@ -86,8 +87,8 @@ class Consistency:
     ) -> ConsistencyGate:
         """Return the `ConsistencyGate` that carries out this mode on server number `server`.
 
-        It is a state machine that decides when pushes are applied and pulls answered, for this
-        number of `workers`. It measures times by ``now()``.
+        The gate decides when pushes are applied and pulls answered, for this number of `workers`.
+        ``now()`` returns the time in seconds, for modes that measure how fast workers are.
         """
         return ConsistencyGate(self, workers)
 
@@ -154,7 +155,7 @@ class Drop(NamedTuple):
 class Answer(NamedTuple):
     """The action of a server to answer the pull of `worker`.
 
-    The worker is `gap` steps ahead of the slowest worker.
+    The worker is `gap` steps ahead of the slowest worker. `item` is the pull.
     """
 
     worker: int
@@ -175,10 +176,10 @@ class ConsistencyGate:
     """Decides for one model on one server when pushes are applied and pulls are answered.
 
     It has the clocks of all workers (how many steps each has finished), and the waiting pushes and
-    pulls. The methods `push`, `tick`, `pull` and `leave` record an event, and each return the
-    actions (`Apply`, `Drop`, `Answer` or `Do`) that are now allowed, in the order in which the
-    server carries them out. Updates come before answers, so an answer includes every update that
-    the consistency mode guarantees to the worker.
+    pulls. The methods `push`, `tick` (the end of a step), `pull` and `leave` each record an event,
+    and return the actions (`Apply`, `Drop`, `Answer` or `Do`) that are now allowed, in the order in
+    which the server carries them out. Updates come before answers, so an answer includes every
+    update that the consistency mode guarantees to the worker.
 
     Raises
     ------
@@ -224,13 +225,13 @@ class ConsistencyGate:
         return []
 
     def note_tick(self, worker: int) -> None:
-        """Measure when `worker` finishes its step; this class does nothing.
+        """Called when `worker` finishes its step, to measure the time; this class does nothing.
 
         Subclasses of modes that depend on the speed of workers measure the time.
         """
 
     def note_enter(self, worker: int) -> None:
-        """Measure when `worker` begins its step; this class does nothing.
+        """Called when `worker` begins its step, to measure the time; this class does nothing.
 
         Subclasses of modes that depend on the speed of workers measure the time.
         """
@@ -283,11 +284,11 @@ class ConsistencyGate:
         return self._taken(worker, clock, item)
 
     def _may_push(self, worker: int) -> bool:
-        """Whether `worker` has entered its present step, or could enter it now by a pull."""
+        """Whether a pull of `worker` in its present step was answered, or could be answered now."""
         return self.entered[worker] == self.clocks[worker] or self.is_open(worker)
 
     def _taken(self, worker: int, clock: int, item: Any) -> list[Action]:
-        """Apply or hold an allowed push."""
+        """Return the update of an allowed push, or nothing if the mode holds the push."""
         if not self.mode_at(clock).holds:
             return [Apply(clock, ((worker, item),))]
         self.held.setdefault(clock, {})[worker] = item

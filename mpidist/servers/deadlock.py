@@ -4,13 +4,14 @@
     rank 2   md.allreduce(comm) .. waits for rank 0
 
 The collectives of mpidist are numbered, and different numbers show that ranks are in different
-calls. The calls of a server group have no such numbers, so numbers do not show that a rank in a
-pull and a rank in an allreduce disagree. However, the rank in the allreduce has sent a status
-message (see `Statuses`), which names the allreduce. The rank in the pull has not begun that
+calls. The calls of a server group have no such numbers, so numbers do not show that one rank is in
+a pull and another rank in an allreduce. However, the rank in the allreduce has sent a status
+message (see `Statuses`), which names the allreduce. The rank in the pull has not begun this
 allreduce, and cannot begin it while it waits for the other rank.
 
-Workers can also wait for each other in calls of one group, as in pulls of two models in opposite
-order. A server sees that, because a worker that waits sends no further message: see `stalled`.
+Workers can also wait for each other in calls of one group, for example if two workers pull two
+models in opposite order. A server finds such workers by the function `stalled`, because it knows
+for whom each pull waits, and a waiting worker sends no further message.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ def check_stuck(
 ) -> None:
     """Raise MismatchError if a rank in `ranks` has left, or waits for this rank in another call.
 
-    This rank waits for a message of `ranks`, and calls this function when it has waited for a
-    while. All ranks of the communicator get the same MismatchError, so that no rank waits for ever.
-    If this process did not run for a while, the awaited message may already have arrived, and the
-    other rank may have gone on to its next call. In this case `test()` is true, and no error is
-    raised.
+    This rank waits for messages of `ranks`, and calls this function when it has waited for a while.
+    All ranks of the communicator get the same MismatchError, so that no rank waits for ever.
+    ``test()`` says whether the awaited messages have arrived by now (then the other rank may be in
+    its next call already); if so, no error is raised. `context` is mpidist's state for the
+    communicator, and `trail` has the newest requests of this rank, for the error text.
     """
     if context.size == 1:
         return
@@ -79,7 +80,7 @@ def who_waits(
     barriers : mapping
         How many barriers each worker has entered.
     models : sequence of (str, ConsistencyGate)
-        The name of each model, and what decides when its pulls are answered.
+        The name of each model, and the gate that decides when its pulls are answered.
     """
     waits: dict[int, tuple[list[int], int]] = {}
     calls: dict[int, str] = {}

@@ -1,13 +1,13 @@
-"""Send the decisions of the first server to the others, in modes in which it decides for all.
+"""Send the first server's decisions about which pushes count to the other servers.
 
     first server    gate.decisions: close round 4 with workers 0, 2 | worker 0 enters round 5
     other servers   gate.follow(decision), in the same order
 
-Under `modes.backup_workers` all servers must use the pushes of the same workers. So the server with
-number 0 decides which pushes these are, in its state machine (`gate`), and the gates of the other
-servers follow. A decision is one message of a few numbers from the first server to each other
-server. Messages of one rank arrive in the order in which they were sent, so decisions arrive in
-their order, too.
+Under `modes.backup_workers` a step (a round) does not wait for the slowest workers, but all servers
+must use the pushes of the same workers. So the server with number 0 decides which workers these
+are. Its gate, the state machine of the mode, makes the decisions, and the gates of the other
+servers carry out the same decisions in the same order. The first server sends each decision to each
+other server as one message of a few numbers. MPI keeps the order of these messages.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .protocol import DECISION
 class Decisions:
     """Sends the decisions of the first server to the other servers, and receives them there.
 
-    In some modes, the server with number 0 decides for all servers which pushes count. A decision
-    is a `modes.backup_workers.Decision` about one model.
+    Under `BackupWorkers` the server with number 0 decides for all servers which pushes count. A
+    decision is a `modes.backup_workers.Decision` about one model.
 
     Parameters
     ----------

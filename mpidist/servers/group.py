@@ -68,8 +68,8 @@ class ServerGroup(OnlineShares):
     Attributes
     ----------
     workers : MPI.Comm or None
-        Communicator of the workers in rank order; None on a dedicated server. This communicator is
-        freed when the group is closed.
+        Communicator of the workers in rank order; None on a rank that only serves. `close` frees
+        this communicator.
     server_ranks, worker_ranks : list of int
         Ranks of the servers and of the workers on `comm`.
     shares : list of float
@@ -136,7 +136,7 @@ class ServerGroup(OnlineShares):
         cache_rows: int | RowCache | None = None,
         clip_norm: float | None = None,
     ) -> Client | None:
-        """Add a model to the servers; return the model's client, or None on a dedicated server.
+        """Add a model to the servers; return its client, or None on a rank that only serves.
 
         Collective over the group's `comm`. Call it before the first client is used, or in a
         `pause`: then the workers call `add` after `pause`, and the servers call it in `on_pause`.
@@ -157,9 +157,9 @@ class ServerGroup(OnlineShares):
             Used instead of an optimizer. "add": servers add pushed values to the present values.
             "assign": pushed values replace the present values; if several pushes of a clock under
             BSP, or several rows of a push, assign the same row, the last one in the order of the
-            workers counts. A push with ``samples=0`` has no effect; other numbers change nothing.
+            workers counts. ``samples=0`` means no effect; otherwise `samples` does not matter.
         consistency : BSP, SSP, DSSP, ASP or BackupWorkers
-            BSP by default.
+            The consistency mode, which says when workers wait for each other. BSP by default.
         seed : int
             Seed of the initial values, which depend only on seed, name and position.
         global_batch : int, optional
@@ -173,16 +173,16 @@ class ServerGroup(OnlineShares):
             What servers do with gradients of old parameters under ASP, SSP and DSSP.
         rows : "dense", "lazy", "open" or OpenRows, or mapping of name to these
             "dense": an update changes all rows of a tensor, with gradient zero in rows that no push
-            names. "lazy": it changes only the named rows, with the same result if
-            ``optimizer.rows`` is "exact". "open": see `OpenRows`.
+            names. "lazy": only the named rows change, with the same result if ``optimizer.rows`` is
+            "exact". "open": see `OpenRows`.
         spread : "ranges" or "rows", or mapping of name to these
-            "ranges": a server holds consecutive rows. "rows": each next row is on the next server.
+            "ranges": a server holds consecutive rows. "rows": servers get the rows in turn.
         server_device : "cpu" or "gpu"
             Where servers keep the optimizer's state and update the parameters. With "gpu", each
             server needs CuPy and a GPU.
         cache_rows : int or RowCache, optional
-            How many rows of each table a worker keeps. A pull does not ask for kept rows that have
-            all updates that the mode guarantees in this step. ASP guarantees none, and needs
+            How many rows of each table a worker caches. A pull asks no server for cached rows that
+            have all updates that the mode guarantees in this step. ASP guarantees none, and needs
             ``md.RowCache(rows, max_age=steps)``. A worker always sees its own pushes.
         clip_norm : float, optional
             Gradients with a larger global norm (over all tensors) are scaled to this norm: under
@@ -192,8 +192,8 @@ class ServerGroup(OnlineShares):
         Raises
         ------
         ConfigError
-            On all ranks: the specification is wrong, the model does not fit the memory of the
-            servers, or the optimizer is not elementwise.
+            On all ranks: an argument is wrong, the model does not fit the memory of the servers, or
+            the optimizer is not elementwise.
         MismatchError
             On all ranks: the arguments differ between ranks.
         """
@@ -223,7 +223,7 @@ class ServerGroup(OnlineShares):
     def remove(self, name: str) -> None:
         """Remove a model, and free its arrays on the servers. Collective over the group's `comm`.
 
-        Call it before the first client is used, or in a `pause`. Then the model's client fails.
+        Call it before the first client is used, or in a `pause`. Calls of its client then fail.
         """
         self._open()
         with self._changes.changing(f"remove {shown(name)}", self._clients):
@@ -236,13 +236,13 @@ class ServerGroup(OnlineShares):
                 client.forget()
 
     def hosted(self, name: str) -> tuple[Server, Hosted] | None:
-        """Return this `Server` and its part of a model, also after the end; None if no server."""
+        """Return this rank's `Server` and its part of the model `name`; None if it is no server."""
         return None if self._server is None else (self._server, self._part(self._server, name))
 
     # -- serving, pausing ------------------------------------------------------------------
 
     def serve(self, on_pause: Callable[[Any], None] | None = None) -> None:
-        """Serve until all workers have left. Only dedicated server ranks call `serve`.
+        """Serve until all workers have left. Only ranks that are no workers call `serve`.
 
         The end of the group's ``with`` block calls `serve` if the program has not called it. A
         program needs to call `serve` only to pass `on_pause`.
@@ -267,7 +267,7 @@ class ServerGroup(OnlineShares):
     def progress(self) -> None:
         """Serve the requests that have arrived, if this worker is also a server; do not wait.
 
-        A colocated worker calls `progress` while it waits for something other than its client.
+        Such a worker calls `progress` while it waits for something other than its client.
         """
         with GroupCall(self.link, "progress"):
             self.link.background()
@@ -277,8 +277,8 @@ class ServerGroup(OnlineShares):
 
         Returns when every server has applied all earlier pushes and is about to call
         ``on_pause(tag)``. When `pause` has returned, the workers do their part of the operation
-        (such as a checkpoint) that `on_pause` does on the servers. A colocated server has no
-        `on_pause`: the rank's own worker does the server's part, too.
+        (such as a checkpoint) that `on_pause` does on the servers. On a rank that also works there
+        is no `on_pause`: the worker does the server's part, too.
         """
         self._workers("pause")
         if isinstance(tag, bool) or not isinstance(tag, str | int):
@@ -301,7 +301,7 @@ class ServerGroup(OnlineShares):
     def barrier(self) -> None:
         """Wait for all workers, and serve requests while waiting. Collective over the workers.
 
-        In MPI's own barrier a colocated server would not serve the workers that arrive later.
+        In MPI's own barrier, a rank that works and serves would not serve workers that come later.
         """
         workers = self._workers("barrier")
         with GroupCall(self.link, "barrier"), self.link.doing("barrier"):
@@ -322,9 +322,9 @@ class ServerGroup(OnlineShares):
             ``optimizer``: such a list for each kind of optimizer state; ``scalars``: the
             optimizer's 0-d arrays; ``version``: the number of updates applied; ``clock``: the
             clocks that the slowest worker has finished. The arrays are not copies: writing into
-            them changes the server's values. Open tables are copies, as (name, keys, 2-D array),
-            and are in ``counts``, too: for each key the clocks since its newest push, and how often
-            it was pushed, or -1 if it has a row.
+            them changes the server's values. Open tables are copies, as (name, keys, 2-D array).
+            Only for them there is ``counts``: for each key the clocks since its newest push, and
+            how often it was pushed, or -1 if it has a row.
         """
         hosted = self._hosted(name)
         return {**hosted.shard.export(), "clock": min(hosted.gate.clocks, default=0)}

@@ -4,10 +4,10 @@ A rank that fails sends a notice (a short message) to all other ranks. Every wai
 looks for notices, so no rank waits for ever for a rank that has failed. A rank that is both worker
 and server answers requests of other workers inside every wait.
 
-The messages travel on the control communicator of the context with the group's own tags, so a group
-needs no communicator of its own. A group calls no MPI collectives on the control communicator:
-`Link.exchange` gathers values up a tree to rank 0 and sends them down again, with polled messages.
-If a group fails, messages stay unreceived, so mpidist never frees the context of the communicator.
+The messages travel on the control communicator, one of mpidist's duplicates of the user's
+communicator, with the group's own tags. A group calls no MPI collectives on it: `Link.exchange`
+gathers values up a tree to rank 0 and sends them down again. If a group fails, messages stay
+unreceived, so mpidist never frees its duplicates of this communicator.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Link:
     Attributes
     ----------
     context : Context
-        The context whose control communicator carries the messages.
+        mpidist's state for the user's communicator. Its control communicator carries the messages.
     tag : int
         The first message tag of this group; it is added to every tag of `protocol`.
     turn : list
@@ -105,23 +105,23 @@ class Link:
     heard : bool
         Whether `failed` is the text of another rank's notice.
     touched : bool
-        Whether this rank has sent a message or posted a receive since the last reset to False.
+        Whether an error in the present call ends the group, because messages were sent already.
     careful : bool
         Whether the next call must run `check_call`. `careful` is true when the group has failed,
         and when only the main thread may call MPI, because MPI runs below MPI_THREAD_MULTIPLE
         (`one_thread`).
     background : callable
-        The function that every wait calls: the `poll` of this rank's server. `background` returns
-        true when it did something.
+        The function that every wait calls again and again: `Server.poll` on a rank that serves,
+        else `nothing`. `background` returns true when it did something.
     on_note : callable or None
         On the first server: a function that is called with a worker's rank and the two integers
         (`note0` and `note1` of the header) that the worker has sent with a request.
     moved : bool
-        Whether a piece of a message has arrived in a wait. Then the idle time of the wait restarts.
+        Whether a piece of a message has arrived or begun to be sent, so a wait does not sleep yet.
     waits : dict
-        The seconds waited for each kind of peer.
+        The seconds that this rank has waited for "server", for "worker", and for "all" ranks.
     checksums : Checksums or None
-        The checksums of messages, if the group uses checksums.
+        Computes and compares the checksums of messages; None if the group uses no checksums.
     models : list of Hosted
         The models on this rank's server; empty if this rank is no server.
     trail : events.Trail
@@ -191,10 +191,10 @@ class Link:
     # -- messages ------------------------------------------------------------------------------
 
     def send(self, buffer: np.ndarray, nbytes: int, dest: int, tag: int) -> deque:
-        """Begin to send the first `nbytes` of a buffer of the pool, and return at once.
+        """Begin to send the first `nbytes` of `buffer`, a buffer of the pool, and return at once.
 
-        Returns the MPI requests that are not complete. The method `reap` removes requests from them
-        when they complete, and returns the buffer to the pool after the last.
+        Returns the MPI requests that are not complete. The method `reap` removes a request when it
+        has completed, and returns the buffer to the pool when all have completed.
         """
         self.touched = True
         requests: deque[MPI.Request] = deque()
@@ -211,7 +211,7 @@ class Link:
         return requests
 
     def reap(self) -> bool:
-        """Look for completed sends, whose buffers go back to the pool; whether all are complete."""
+        """Give buffers of completed sends back to the pool; return whether all are complete."""
         if not self._sending:
             return True
         still, status = [], MPI.Status()
@@ -237,7 +237,7 @@ class Link:
     def receive(self, source: int, tag: int, nbytes: int) -> Incoming:
         """Begin to receive a message, and return it; `Incoming.test` says whether it has arrived.
 
-        Its first piece (an MPI message) has at most `nbytes`.
+        `nbytes` is the largest size of the message's first piece, which is one MPI message.
         """
         self.touched = True
         return Incoming(self, source, self.tag + tag, nbytes)
@@ -294,9 +294,6 @@ class Link:
         `ranks()` returns the ranks that this rank waits for. If one of the ranks in `ranks()` waits
         for this rank in another call, neither rank can go on, and all ranks get a MismatchError. If
         `peers` is given, the seconds waited are added to ``waits[peers]``.
-
-        This method has its own loop instead of calling `wait_until`, so that a server answers a
-        request soon after it arrives, with few nested function calls, even in a long wait.
         """
         start = began = time.monotonic()
         rest = _REST

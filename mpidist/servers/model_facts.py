@@ -29,10 +29,10 @@ class KeptModel(NamedTuple):
     """What a living rank keeps of a model after a death, to add the model to a new group.
 
     The model is divided between the new group's servers as by `place_tensors`. `shard` is this
-    server's part of the model, or None on a rank that is no server. `copy` is its copy of another
-    server's part, if servers keep copies. `clocks` has the number of finished steps of each worker
-    of the new group. `applied` is used only in modes in which servers hold the pushes of a step
-    until all workers have finished it: the pushes of all steps below `applied` are applied.
+    server's part of the model, or None on a rank that is no server. `copy` is this server's copy of
+    another server's part, if servers keep copies. `clocks` has the number of finished steps of each
+    worker of the new group. `applied` is used only in modes in which servers hold the pushes of a
+    step until all workers have finished it: the pushes of all steps below `applied` are applied.
     """
 
     shard: Any
@@ -61,7 +61,7 @@ class Request(NamedTuple):
 
 
 def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, float]] | None]:
-    """Check a model whose values are arrays, or tuples (shape, dtype, init).
+    """Check the arguments of `ServerGroup.add`; return what the ranks compare, and initial values.
 
     Returns
     -------
@@ -73,8 +73,8 @@ def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, fl
     Raises
     ------
     ConfigError
-        For names that are not strings, dtypes that are not floating-point, and a mixture of arrays
-        and tuples.
+        An argument is wrong, for example if a dtype is not floating-point, or if some values of the
+        model are arrays and others are tuples.
     """
     name, model, consistency = asked.name, asked.model, asked.consistency
     seed, global_batch = asked.seed, asked.global_batch
@@ -207,7 +207,7 @@ def _described(model: str, name: str, value) -> tuple[tuple, np.dtype]:
 
 
 def check_server_optimizer(name: str, optimizer) -> None:
-    """Raise ConfigError for an optimizer that cannot update a tensor in pieces."""
+    """Raise ConfigError for an optimizer that cannot update a part of a tensor by itself."""
     if not all(callable(getattr(optimizer, each, None)) for each in ("init", "update")):
         raise ConfigError(f"model {name!r}: optimizer={shown(optimizer)} has no init and update")
     if not getattr(optimizer, "elementwise", False):
@@ -246,7 +246,7 @@ def optimizer_facts(optimizer) -> dict[str, Any]:
 
 
 def _first_step(optimizer, progress: float) -> str:
-    """Return the size of an update as text with six digits, as further digits may differ."""
+    """Return how far one update moves a parameter, as text; digits that may differ are left out."""
     parameters = {"x": np.zeros(1)}
     try:
         state = optimizer.init(parameters)

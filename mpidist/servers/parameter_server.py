@@ -41,10 +41,10 @@ def parameter_server(
 ) -> Iterator[Client | None]:
     """Put one model on parameter servers for a ``with`` block. Collective over `comm`.
 
-    On a worker the ``with`` statement gives a `Client` to the block. On a dedicated server the
-    ``with`` statement serves until all workers have left their blocks, and then gives None to the
-    block. The docstrings of `ServerGroup`, `ServerGroup.add` and `ServerGroup.serve` explain the
-    arguments.
+    On a worker the ``with`` statement gives a `Client` to the block. On a rank that only serves,
+    the ``with`` statement serves until all workers have left their blocks, and then gives None to
+    the block. The docstrings of `ServerGroup`, `ServerGroup.add` and `ServerGroup.serve` explain
+    the arguments.
     """
     with ServerGroup(comm, servers=servers, placement=placement, checksums=checksums) as group:
         check_function(on_pause)

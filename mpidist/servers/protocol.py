@@ -1,7 +1,7 @@
 """The format of the messages between workers and servers, and the class that receives a message.
 
-A push, a pull or a fused push-pull sends one message to each server, and each server answers with
-one message. A message has these parts in one contiguous buffer:
+A push, a pull or a push_pull (all in one) sends one message to a server. The server answers a pull
+or a push_pull with one message. A message has these parts in one contiguous buffer:
 
     | header: 128 bytes | push selection | pull selection | push data, parts aligned to 8 bytes |
 
@@ -114,7 +114,7 @@ def read_header(buffer: np.ndarray, nbytes: int, rank: int) -> Header:
     Raises
     ------
     ProtocolError
-        The message is too short, is not a message of mpidist, or has another format.
+        The message is too short, is not from mpidist, or is in the format of another version.
     """
     if nbytes < HEADER_BYTES:
         raise ProtocolError(f"parameter server: {nbytes} bytes from rank {rank} are no message")
@@ -137,8 +137,9 @@ def read_header(buffer: np.ndarray, nbytes: int, rank: int) -> Header:
 def largest(headers: Sequence[Header]) -> tuple[int, int, int, int]:
     """Return four maxima over the headers of some answers.
 
-    They are the nanoseconds that a pull waited for slower workers, how many steps the worker is
-    ahead, how many of its pushes were dropped, and the staleness of its newest push.
+    They are the nanoseconds that the worker's pull waited for slower workers, how many steps the
+    worker is ahead of the slowest, how many of its pushes were dropped, and the staleness (the
+    number of updates since the pull) of its newest applied push.
     """
     if len(headers) == 1:
         (only,) = headers

@@ -249,7 +249,7 @@ class Server:
         return bool(header.flags & protocol.PUSH)
 
     def begin(self, flags: int, worker: int, header: Header, model: Hosted) -> list:
-        """Check the model and the clock of a message; record in the log that it is being served.
+        """Check the model and the clock of a message; record in the log that it is being handled.
 
         `flags` says what the message asks for. Returns the log's record of the message.
         """
@@ -275,7 +275,9 @@ class Server:
     def run(self, model: Hosted, actions: Sequence[Action]) -> None:
         """Carry out the allowed `actions` (updates and answers) of a model.
 
-        In modes in which the first server decides for all, first send its decisions to the others.
+        In modes in which the first server decides which pushes count, first send its decisions to
+        the other servers. Actions that must wait for other servers are carried out later, by
+        `poll`.
         """
         if model.gate.decisions:
             self.decisions.tell(self.models.index(model), model.gate)
@@ -288,7 +290,7 @@ class Server:
         self._carry_out(model, actions)
 
     def settle(self, name: str, clocks: int) -> None:
-        """Make the updates of the first `clocks` steps of a model, see `Votes.settle`."""
+        """After a death, make the updates of a model's first `clocks` steps; see `Votes.settle`."""
         number = [model.name for model in self.models].index(name)
         if self.votes is not None:
             self._carry_out(self.models[number], self.votes.settle(number, clocks))
@@ -297,7 +299,7 @@ class Server:
             self.copies.forget(number)
 
     def _carry_out(self, model: Hosted, actions: Sequence[Action]) -> bool:
-        """Carry out actions, after earlier due actions; return whether anything was done."""
+        """Carry out the actions that need not wait any more; return whether there were any."""
         done = 0
         due = model.due.ready(actions, model.weighed) if model.due.in_pieces else actions
         for done, action in enumerate(due, 1):  # noqa: B007
@@ -344,7 +346,7 @@ class Server:
         model.keep(worker, pull.parts)
 
     def _next_answer(self) -> tuple[np.ndarray, int, int]:
-        """Write the next answer; return its buffer, its size in bytes, and its receiver.
+        """Write the next answer into a buffer; return the buffer, its size, and the receiver.
 
         `ConsistencyGate` decides when a pull may be answered. An answer also contains the updates
         that are made after this decision and before the answer is written. In modes that hold

@@ -1,8 +1,9 @@
 """The part of a model that one server holds: values, optimizer state, updates, export.
 
-Initial values come from a counter-based random number generator in tiles of fixed size, so they
-depend only on the tensor's name, the seed and the position. A model therefore has the same initial
-values on 1 server and on 7 servers, and no rank ever needs memory for the whole model.
+Random initial values are drawn in tiles of 65,536 elements. The random number generator of a tile
+starts from the seed, the tensor's name and the number of the tile. So a value depends only on the
+seed, the name and the position. A model therefore has the same initial values on 1 server and on 7
+servers, and no rank ever needs memory for the whole model.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def initial(out: np.ndarray, name: str, start: int, init: tuple[str, float], see
 
 
 def _initial_rows(out: np.ndarray, tensor: Tensor, server: int, init, seed: int) -> None:
-    """Fill `out` with the initial values of the rows of a tensor that are dealt to `server`."""
+    """Fill `out` with the initial values of the rows of `server`, if rows are dealt in turn."""
     width = max(1, tensor.width)
     mine, step = out.reshape(-1, width), max(1, _TILE // width) * len(tensor.dealt)
     some, done = np.empty((step, width), out.dtype), 0
@@ -98,8 +99,8 @@ class ServerShard:
     """The part of one model that one server holds: its parameters and optimizer state.
 
     Of each tensor, a server holds at most one piece, which is a range of the flattened tensor.
-    `memory` has arrays for the parameters of some tensors: number of the tensor -> array. Other
-    ranks of the host may read these arrays.
+    `memory` maps the numbers of some tensors to arrays, in which the shard keeps the parameters of
+    these tensors. Other ranks of the host may read these arrays.
 
     Attributes
     ----------
@@ -151,21 +152,24 @@ class ServerShard:
         self._sum = BoundGradients({})
 
     def divide_anew(self, layout: ServerLayout) -> None:
-        """Use another layout, whose arrays the caller has put into `parameters` and `state`."""
+        """Hold the parts of the model that `layout` says, instead of the present parts.
+
+        The caller has already put the arrays of these parts into `parameters` and `state`.
+        """
         self._place(layout)
         self._memory = {}  # see `use_memory`
         self.parameters = {key: self.parameters[key] for key in self._keys.values()}
         self.use(self.optimizer)
 
     def use_memory(self, memory: Mapping[int, np.ndarray]) -> None:
-        """Move the parameters of some tensors, by number, into the arrays in `memory`."""
+        """Move parameters into the arrays in `memory`, a mapping: number of a tensor -> array."""
         for tensor, array in memory.items():
             array[...] = self.parameters[self._keys[tensor]]
             self.parameters[self._keys[tensor]] = array
         self._memory = dict(memory)
 
     def use(self, optimizer) -> None:
-        """Use `optimizer` from now on. It goes on with the present state, which must fit it."""
+        """Use `optimizer` from now on, with the present `state`, which must suit this optimizer."""
         self.optimizer = optimizer
         # If the optimizer has an argument for the weight of an update, the weight is a factor of
         # the learning rate. (Adam needs this, because the size of its step does not depend on the
@@ -181,18 +185,18 @@ class ServerShard:
         return self._keys[part.piece.tensor]
 
     def rows_of(self, part: ShardPart, arrays: Mapping | None = None) -> np.ndarray:
-        """Return the tensor of `part` on this server as 2-D rows, from `parameters` or `arrays`."""
+        """Return this server's piece of the tensor of `part`, as rows; from `arrays`, if given."""
         array = (self.parameters if arrays is None else arrays)[self.key(part)]
         return array.reshape(-1, self.layout.tensors[part.piece.tensor].width)
 
     def values(self, part: ShardPart, arrays: Mapping | None = None) -> np.ndarray:
-        """Return a tensor's values on this server, or some rows, from `parameters` or `arrays`."""
+        """Return the values that `part` names, a piece or rows of it; from `arrays`, if given."""
         if part.rows is None:
             return (self.parameters if arrays is None else arrays)[self.key(part)]
         return self.rows_of(part, arrays)[part.local_rows(self.layout)]
 
     def read(self, parts: Sequence[ShardPart], buffer: np.ndarray, offset: int) -> None:
-        """Copy the values of tensor parts into the message in `buffer`, from byte `offset` on."""
+        """Copy the values of `parts` (tensors or rows) into a message, from byte `offset` on."""
         for part, view in views(self.layout, parts, buffer, offset):
             array = self.parameters[self._keys[part.piece.tensor]]
             if (table := self.open.get(part.piece.tensor)) is not None:
@@ -211,9 +215,7 @@ class ServerShard:
             self.parameters[self._keys[part.piece.tensor]][...] = view
 
     def apply(self, pushes: Sequence[tuple[float, Parts]], weight: float = 1.0) -> bool:
-        """Make one update with the weighted mean of pushes; return False if all their weights are
-        0.
-        """
+        """Make one update with the weighted mean of pushes; return false if all weights are 0."""
         merged = self.merge(pushes, weight)
         if merged is not None:
             self.update(*merged)
@@ -225,15 +227,16 @@ class ServerShard:
         """Return the weighted mean of gradients, and the weight of the update, or None.
 
         None means that all weights are 0. A gradient is an array, or a tuple (rows, values). A
-        tensor that is updated by rows is left out if no push names it. The arrays use memory of the
-        pushes or of this object, and are valid until the next call of `merge`.
+        tensor of which updates change only the pushed rows is left out if no push names it. The
+        arrays use memory of the pushes or of this object, and are valid until the next call of
+        `merge`.
 
         Parameters
         ----------
         pushes : sequence of (share, [(part, gradient), ...])
-            The share is the push's weight in the mean. The gradients are multiplied by it in place,
-            and added in this order. A tensor that a push does not list has gradient zero in this
-            push.
+            The share is the push's weight in the mean. The gradients are multiplied by the share in
+            place, and added in the order of the pushes. A tensor that a push does not list has
+            gradient zero in this push.
         weight : float
             The weight of the update: the learning rate is multiplied by it if the optimizer takes a
             weight; otherwise the gradients are multiplied by it.
@@ -255,9 +258,10 @@ class ServerShard:
         return self._sum, weight
 
     def weighed(self, pushes: Sequence, weight: float) -> tuple[Sequence, float]:
-        """Return the pushes with their shares, and the weight of the update for the optimizer.
+        """Return the pushes with their shares, and the weight to pass to the optimizer.
 
-        If the optimizer has no argument for a weight, the shares are multiplied by the weight.
+        If the optimizer has no argument for a weight, or if the weight is 0, the shares are
+        multiplied by the weight, and the returned weight is 1.
         """
         if weight == 0 or not self._weighs:
             return [(share * weight, parts) for share, parts in pushes], 1.0
@@ -285,7 +289,7 @@ class ServerShard:
         return self._keys[tensor]
 
     def first(self, tensor: int) -> int:
-        """Return the first element that this server holds of tensor number `tensor`."""
+        """Return the index of the first element of tensor number `tensor` on this server."""
         return self._starts[tensor]
 
     def leaves(self) -> list[tuple[tuple[str, ...], Any]]:
@@ -295,12 +299,12 @@ class ServerShard:
     def update_part(
         self, gradients: Mapping, state: dict, parameters: dict[str, np.ndarray], weight: float
     ) -> None:
-        """Let the optimizer update ranges of arrays and of its state; `version` does not change."""
+        """Let the optimizer update ranges of parameters and of its state, without counting this."""
         extra = {"weight": weight} if self._weighs else {}
         self.optimizer.update(gradients, state, parameters, **extra)
 
     def _is_gradient(self, share: float, parts) -> bool:
-        """Whether a push covers the whole shard and can be scaled in place at full precision."""
+        """Whether a push has all that this server holds, and can be scaled in place precisely."""
         return len(parts) == len(self.parameters) and all(
             part.rows is None and (share == 1 or view.dtype == work_dtype(view.dtype))
             for part, view in parts
@@ -328,7 +332,7 @@ class ServerShard:
         return found
 
     def _pushed_keys(self, table: OpenTable, pushed) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sum of all pushes of an open table, as rows of the parameter."""
+        """Return the sum of all pushes of an open table, as (rows of the parameter, values)."""
         parts = [(share, part.rows, v.reshape(-1, table.width)) for share, part, v in pushed]
         keys, total = merge_rows(parts, table.kind.dtype)
         return table.pushed(keys, total, [part.rows for _, part, _ in pushed], self.clock)
@@ -350,7 +354,7 @@ class ServerShard:
         return total.astype(kind.dtype, copy=False)
 
     def export(self) -> dict:
-        """Return the dict of arrays and numbers that `ServerGroup.shards` describes; not copies."""
+        """Return the dict of arrays and numbers that `ServerGroup.shards` describes."""
         tables = {table.name: table for table in self.open.values()}
         pieces = {
             self._keys[t]: (self.layout.tensors[t].name, self._saved_as(t, start))
@@ -385,12 +389,12 @@ class ServerShard:
         return dealt_to(self.server, shape[0], dealt) if dealt else start
 
     def load(self, saved: Mapping) -> None:
-        """Set parameters, optimizer state and update count from dicts that servers have exported.
+        """Set parameters, optimizer state and the number of updates from results of `export`.
 
         Raises
         ------
         ConfigError
-            `saved` does not have all elements of tensors, or all scalars, that this server holds.
+            `saved` lacks elements of tensors, or scalars, that this server holds.
         """
         for table in self.open.values():
             table.load(saved, self.clock)

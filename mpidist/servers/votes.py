@@ -1,4 +1,4 @@
-"""In an elastic run, the servers vote before they apply a clock: all servers apply it, or none.
+"""In an elastic run, all servers apply the pushes of a clock (a step), or none: the servers vote.
 
     server 0   has all pushes of clock 7 | vote -> | ............ apply clock 7 -> answers
     server 1   ............................ has all pushes of clock 7 | vote -> | apply clock 7
@@ -7,13 +7,14 @@ Under BSP and SSP(0) a step is done when all servers have applied its pushes. A 
 have sent its push to only some of the servers. If only these servers applied the step, the
 parameters would be a mixture of two steps. Therefore each server sends a vote to all other servers
 when it has all pushes of a clock, and applies the pushes when it has the votes of all other
-servers. If a server has applied a clock before a death, all servers have its pushes, and the others
-apply them, too (`settle`). If no server has applied it, the living workers repeat the step. A vote
-is a message of 16 bytes from each server to each other server.
+servers. If a server has applied the pushes of a clock before a death, all servers have these
+pushes, and the other servers apply them, too (`settle`). If no server has applied them, the living
+workers repeat the step. A vote is a message of 16 bytes from each server to each other server.
 
-With copies of shards (`replicas`), a server votes only after it has also received the gradients for
-its copy of another shard. So if a server dies, and the others apply a clock, the copy of the dead
-server's shard can apply it, too.
+A run may also keep a copy of each server's shard (its part of a model) on the next server, see
+`replicas`. Then a server votes only after it has also received the gradients of the clock for its
+copy. So if a server dies, and the others apply the pushes of a clock, the same update can be made
+in the copy of the dead server's shard.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ Actions = list[Action]
 
 
 class Votes:
-    """Lets one server apply a clock (step) only when all servers have its pushes, by votes.
+    """Lets one server apply the pushes of a clock (step) only when all servers have these pushes.
 
-    A vote is a message to all other servers that this server has all pushes of a clock. The models
-    are those whose mode holds pushes until all workers have finished the clock: BSP and SSP(0). The
-    docstring of the module explains why servers vote in elastic runs.
+    A vote is a message to all other servers which says that this server has all pushes of a clock.
+    Servers vote only about models with BSP or SSP(0), in which pushes are held until all workers
+    have finished the clock. The docstring of the module explains why servers vote in elastic runs.
 
     Parameters
     ----------
@@ -45,8 +46,8 @@ class Votes:
     others : sequence of int
         Ranks of the other servers.
     copies : ShardCopies, optional
-        This server's copies of another server's parameters. Then this server votes only when it has
-        received the update of the copy, too.
+        This server's copies of another server's parameters. If there are copies, this server votes
+        only when it has also received the gradients of the clock for its copy.
     """
 
     def __init__(self, link: Link, others: Sequence[int], copies: ShardCopies | None = None):
@@ -61,10 +62,12 @@ class Votes:
         return any(self._due.values())
 
     def released(self, model: int, actions: Sequence[Action]) -> Actions:
-        """Vote for the clocks (steps) that the updates in `actions` are for.
+        """Send votes for the updates in `actions`; return the actions that wait for no votes.
 
-        `actions` are the updates and answers that the mode of model number `model` allows. Returns
-        those that need not wait for votes of other servers.
+        `actions` are the updates and answers that the mode of model number `model` allows. A vote
+        tells the other servers that this server has all pushes of an update. An update waits until
+        all other servers have voted for its clock (step), and later actions wait for the update.
+        `listen` returns the waiting actions later.
         """
         # Stored before the first vote is sent. If a death interrupts this call, another server may
         # already have the vote, and then `settle` must find these updates.
@@ -75,7 +78,7 @@ class Votes:
         return self._allowed(model)
 
     def _vote(self) -> set[int]:
-        """Vote for the clocks of which this server has all pushes; return their models' numbers."""
+        """Send votes for the clocks of which this server has all pushes; return their models."""
         ready = [one for one in self._open if self._copies is None or self._copies.has(*one)]
         for one in ready:
             for rank in self._others:
@@ -101,7 +104,7 @@ class Votes:
         return [(model, self._allowed(model)) for model in sorted(heard)]
 
     def settle(self, model: int, clocks: int) -> Actions:
-        """Return the updates of the first `clocks` steps that are not made yet; drop later ones.
+        """Return the waiting updates of the first `clocks` steps; forget all that waits after them.
 
         Called after a death, with the number of steps that at least one server has applied. A
         server applies a step only with the votes of all servers, so all servers have the pushes of
@@ -126,10 +129,10 @@ class Votes:
 
 
 def start_votes(server, ranks: Sequence[int], copies: bool) -> None:
-    """Let a server vote with the other servers about each step, before it applies the step.
+    """Let a server tell the others by votes that it has all pushes of a step, and wait for theirs.
 
     `server` is None on a rank that is no server. `ranks` has the ranks of all servers. With
-    `copies`, let the server also keep a copy of another server's part of each model.
+    `copies`, let the server also keep a copy of the previous server's part of each model.
     """
     if server is None or len(ranks) < 2:
         return

@@ -51,10 +51,13 @@ class AskedShares(NamedTuple):
 class ModelState(NamedTuple):
     """What a rank that becomes a server must know about one model, besides the model's arrays.
 
-    `slots` has the kinds of arrays of each tensor, see `moved_arrays`. `ages` has, for each worker,
-    how many updates were made since its newest pull. `gate` has the attributes of the first
-    server's `ConsistencyGate`. `changes` has the model's changes of mode and optimizer so far.
-    `scalars` has the scalars of the first server's optimizer state, by their paths.
+    `slots` has the kinds of arrays of each tensor (such as parameters and velocities), see
+    `moved_arrays`. `version` is the number of updates. `ages` has, for each worker, how many
+    updates were made since its newest pull. `gate` has values of attributes (such as the clocks of
+    the workers) of the first server's `ConsistencyGate`, which decides when pushes are applied.
+    `changes` has the model's changes of mode and optimizer so far. `scalars` has the scalars of the
+    first server's optimizer state, by their paths. `piece_bytes` is the largest size of a piece of
+    a message.
     """
 
     slots: dict[int, list]
@@ -67,7 +70,7 @@ class ModelState(NamedTuple):
 
 
 class NewShares(NamedTuple):
-    """What all ranks use after a change of shares: the servers, their shares, and model states."""
+    """What all ranks use after a change of shares: servers, shares, and the state of each model."""
 
     servers: list[int]
     shares: list[float]
@@ -77,7 +80,8 @@ class NewShares(NamedTuple):
 class Members(NamedTuple):
     """What one rank knows of its group: servers, workers, shares, and the models by name.
 
-    `server` is the `Server` of this rank, or None if it is no server.
+    `server` is the `Server` of this rank, or None if it is no server. `shared` has, for each model,
+    the memory that the ranks of this host share (or None) and the reason if they share none.
     """
 
     link: Link
@@ -96,7 +100,7 @@ def change_shares(members: Members, given: AskedShares | None) -> Members | None
     """Divide the models of a group anew between the servers. Collective, in a pause of the workers.
 
     `members` is what this rank knows of its group. `given` has the arguments of `repartition` on a
-    worker, and is None on a dedicated server. Returns the new `Members`, or None if nothing
+    worker, and is None on a rank that only serves. Returns the new `Members`, or None if nothing
     changes.
     """
     link, server = members.link, members.server
@@ -153,7 +157,7 @@ def _move(
 
 
 def finish_sending(link, models: Sequence[Hosted]) -> None:
-    """Wait until all answers are sent that MPI reads directly from the models on this server."""
+    """Wait until MPI has sent all answers that this server has begun to send."""
 
     def is_done() -> bool:
         for model in models:
@@ -239,7 +243,7 @@ def _facts(hosted: Hosted) -> dict[str, Any]:
 
 
 def _decide(members: Members, everyone: list[dict]) -> NewShares | None:
-    """On rank 0: check the reports of all ranks, and choose shares; None if nothing changes."""
+    """On rank 0: check the reports of all ranks; return the new shares, or None for no change."""
     first = everyone[members.workers[0]]["asked"]
     told = [first if one["asked"] is None else one["asked"] for one in everyone]
     if differs := difference([{"servers": repr(a), "weights": repr(b)} for a, b in told]):
@@ -295,9 +299,10 @@ def _shares(members: Members, servers, weights, hosts) -> tuple[list[int], list[
 
 
 def _agreed_slots(name: str, served: Sequence[Mapping]) -> dict[int, list]:
-    """Return the slots (kinds of arrays) of each tensor, the parameters last.
+    """Return the kinds of arrays of each tensor and their dtypes, the parameters last.
 
-    Raises ConfigError if servers have different slots.
+    Kinds are the parameters, each kind of optimizer state, and what each worker has pulled. Raises
+    ConfigError if servers have different kinds for a tensor.
     """
     found: dict[int, dict] = {}
     pulled = {s: None for one in served for slots in one["slots"].values() for s in slots}

@@ -17,11 +17,11 @@ from ..layout.placement import ServerLayout
 
 
 class Common(NamedTuple):
-    """The elements of a tensor that a server holds in the old layout and a server in the new one.
+    """The elements of a tensor that one server holds in the old layout and one in the new layout.
 
     `old` and `new` are indices of these elements, in the old server's array and in the new server's
-    array. An index is a slice of a 1-D array. If rows are dealt to the servers one by one, it is an
-    array of row numbers of the result of `table`.
+    array. An index is a slice of a 1-D array. If the rows of the tensor are dealt to the servers
+    one by one, an index is an array of rows of the 2-D array that `table` returns.
     """
 
     old: Any
@@ -34,14 +34,14 @@ class Common(NamedTuple):
 
 
 class TensorMove:
-    """What of one tensor each server holds in the layout `old`, and what in the layout `new`.
+    """The elements of one tensor that each server holds in the layouts `old` and `new`.
 
     Attributes
     ----------
     old, new : list of Piece or None
         The piece (range of elements) of each server, or None for a server that holds nothing.
     changes : bool
-        Whether any server's piece changes.
+        Whether any server holds other elements in the new layout.
     """
 
     def __init__(self, old: Divided, new: Divided, tensor: int):

@@ -5,7 +5,8 @@
         old array      | elements for others: sent       |   then it is freed
 
 Only elements that change owner are sent, directly from the old server to the new server. A server
-needs memory for one more array, because an old array is freed before the next new array is made.
+needs memory for only one more array at a time, because an old array is freed before the next new
+array is made.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def _exchange(link: Link, ranks: Sequence[int], me: int, move: TensorMove, given
 
 
 def _take_out(hosted: Hosted, key: str) -> None:
-    """Remove a piece from the dicts of a shard, and from the copies of pulled parameters."""
+    """Remove all arrays with this key (parameters, state, pulled copies) of a model."""
     for tree in (hosted.shard.parameters, hosted.shard.state, *hosted.kept()):
         _pop(tree, key)
 

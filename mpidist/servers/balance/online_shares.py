@@ -50,8 +50,8 @@ class OnlineShares:
         """Give the servers other shares of all models. Collective over the workers.
 
         A share is the fraction of each model that a server holds. As with `pause`, all workers call
-        `repartition` between the same two steps. Dedicated servers take part inside `serve`, and
-        need no `on_pause`. Parameters, optimizer state and counts of updates move to their new
+        `repartition` between the same two steps. Ranks that only serve take part inside `serve`,
+        and need no `on_pause`. Parameters, optimizer state and counts of updates move to their new
         servers, and every client uses the new layout from then on. The values do not change. Only
         elements that change owner are sent, from the old server to the new server. A server needs
         memory for one more array (a tensor, or one kind of its optimizer state), and for a second
@@ -65,8 +65,8 @@ class OnlineShares:
             server. A server that is not named, or has share 0, holds nothing afterwards. It stays
             in `server_ranks`, so it can get a share later.
         weights : sequence of float, optional
-            The share of each server, in the order of `servers`, or of `server_ranks`. Equal shares
-            by default.
+            The share of each server, in the order of `servers`, or of `server_ranks` if `servers`
+            is not given. By default the shares that `servers` gives, or equal shares.
 
         Raises
         ------
@@ -98,7 +98,8 @@ class OnlineShares:
             each model that it holds now. ``busy_seconds``: the seconds in which it received
             requests, made updates or wrote answers. ``bytes_in``, ``bytes_out``: the bytes of
             requests and of answers. ``pushes``, ``pulls``: the numbers of requests with a push and
-            with a pull. ``rows``: the number of rows that pushes and pulls have named.
+            with a pull. ``rows``: how many rows of tables the requests for single rows have named;
+            a row counts again in each request.
         """
         return self._with_servers("load", None)
 
@@ -110,8 +111,8 @@ class OnlineShares:
         Parameters
         ----------
         policy : Rebalance, or what `ParameterServer` takes as `rebalance`, optional
-            How far shares follow the busy seconds of the servers since the last call. The setting
-            `every` has no effect here.
+            How far the shares change, according to the busy seconds of the servers since the last
+            call. The setting `every` has no effect here.
 
         Returns
         -------
@@ -128,7 +129,7 @@ class OnlineShares:
         return self._with_servers("rebalance", policy)
 
     def _with_servers(self, call: str, given: Any) -> Any:
-        """On a worker: pause the servers, and do one of the calls in `_CALLS` with them."""
+        """On a worker: pause the servers, and do `call` (a key of `_CALLS`) together with them."""
         self._workers(call)
         try:
             with GroupCall(self.link, call), self.link.doing(call):
@@ -144,7 +145,7 @@ class OnlineShares:
             raise
 
     def _take_part(self, tag: Mapping[str, str]) -> None:
-        """On a dedicated server: do one of the calls in `_CALLS` with the workers in a pause."""
+        """On a rank that only serves: do the call of `_CALLS` for which the workers have paused."""
         try:
             _CALLS[tag["call"]](self, None)
         except Exception as error:  # of any class, for a policy may be the user's own
@@ -206,7 +207,7 @@ class OnlineShares:
 
 
 def _both(before: Callable[[], bool], server: Server) -> Callable[[], bool]:
-    """Return the new `Link.background` of a rank that begins to serve."""
+    """Return what a rank that begins to serve calls in each wait: `before`, and `server.poll`."""
     server.on_pause = lambda tag: None
     return server.poll if before is nothing else lambda: before() | server.poll()
 

@@ -5,9 +5,10 @@
     speed            2.5         0.6         share per busy second
     in proportion    0.8         0.2         the shares with which both would be busy for 0.32 s
 
-By default, shares change only by half of the difference, because a part of the busy seconds does
-not depend on the share, and because a measurement may be disturbed. The shares change only if the
-busiest server would then be busy for clearly less time, so small differences have no effect.
+By default, a share moves only half of the way to the share in proportion to the speed, because a
+part of the busy seconds does not depend on the share, and because a measurement may be disturbed.
+The shares change only if the busiest server would then be busy for clearly less time, so small
+differences have no effect.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _BUSY = 0.02
 class BusySince(NamedTuple):
     """How many seconds a server was busy, and how many pushes it got, during some time.
 
-    The time is `seconds` long. It begins with the server, or with an earlier measurement.
+    The time is `seconds` long. It begins when the server starts, or at an earlier measurement.
     """
 
     busy: float = 0.0
@@ -52,10 +53,11 @@ class Rebalance:
         The number of steps between two measurements, at least 1.
     gain : float
         Above 0 and below 1. The shares change only if shares in proportion to the measured speeds
-        would reduce the busy seconds of the busiest server by at least this fraction.
+        (share per busy second) would reduce the busy seconds of the busiest server by at least this
+        fraction.
     step : float
-        How far the shares change, above 0 and at most 1. With 1, they become proportional to the
-        measured speeds.
+        Above 0 and at most 1. With 1, the new shares are in proportion to the measured speeds. With
+        0.5, they are half-way between those and the present shares.
 
     Raises
     ------

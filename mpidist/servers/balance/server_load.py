@@ -23,7 +23,8 @@ class ServerLoad:
         The numbers of requests with a push and with a pull, including requests that name no tensor
         of this server.
     rows : int
-        The number of rows that pushes and pulls have named.
+        How many rows of tables the requests for single rows have named; a row counts again in each
+        request.
     """
 
     busy_seconds: float = 0.0
@@ -42,8 +43,8 @@ class ServerLoad:
     ) -> None:
         """Count a request of a worker, and the tensors or rows that it pushes and pulls.
 
-        `whole` is all that the server holds of the model. The data of a request may follow in
-        further messages, which are not counted here.
+        `whole` is all that the server holds of the model. Gradients that follow in further
+        messages, or that the server reads in other memory, are counted here, too.
         """
         self.bytes_in += header.total + whole.nbytes * (header.push_words in (STREAM, MEMORY))
         self.bytes_out += whole.nbytes * (header.pull_words == STREAM)

@@ -9,9 +9,10 @@ other shares, a period of up to 256 rows is repeated, in which each server has t
 to its share, spread evenly. A server with share 0 has no turn.
 
 The dealt order lists all rows of the first server, then all rows of the second server, and so on.
-Messages, and the arrays of the servers, use only the dealt order, in which each server has one
-range of rows, as of any other tensor. Clients translate between the user's row numbers and the
-dealt order. Rows that are saved in a checkpoint have the user's numbers. This module uses no MPI.
+Messages, and the arrays of the servers, use only the dealt order. In this order each server has one
+range of rows, as it has of any tensor that is not dealt. Clients translate between the user's row
+numbers and the dealt order. Rows that are saved in a checkpoint have the user's numbers. This
+module uses no MPI.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def turns_of(shares: Sequence[float]) -> Turns:
     """Return the turns in which rows are dealt to servers with these shares, as server numbers.
 
     The list is repeated for all rows: row i goes to the server ``turns[i % len(turns)]``. It is the
-    shortest list that is close to the shares; if none is close, the closest list.
+    shortest list in which the turns of each server differ by at most 3 % from its share. If no list
+    of up to 256 turns is so close, it is the closest one.
     """
     total = sum(shares)
     parts = [share / total for share in shares]
@@ -90,7 +92,7 @@ def dealt_places(rows: np.ndarray, count: int, turns: Turns) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _turn_places(count: int, turns: Turns) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each turn the position of its first row, and how many turns its server has."""
+    """Return for each turn the place of its first row in dealt order, and its server's turns."""
     servers = np.array(turns)
     each = np.bincount(servers)
     order = np.argsort(servers, kind="stable")

@@ -58,8 +58,8 @@ class Tensor(NamedTuple):
     `by_rows` says whether the tensor is cut only between rows. `lazy` says whether an update
     changes only the rows that a push names. `dealt` has the turns in which rows are dealt to the
     servers, see `dealt_rows`; it is empty if each server has consecutive rows. `open` is the policy
-    of a table whose rows are made when they are needed. The shape of such a table begins with 0,
-    and its piece on server k is ``Piece(tensor, k, k)``.
+    of an open table, whose rows are made when they are first pushed. The shape of such a table
+    begins with 0, and its piece on server k is ``Piece(tensor, k, k)``.
     """
 
     name: str
@@ -117,7 +117,7 @@ class ServerLayout(NamedTuple):
         return max(load / (share * total) for load, share in shares if share)
 
     def key(self, piece: Piece) -> str:
-        """Return the name of a piece: its tensor's name, with ``@start`` if the tensor is cut."""
+        """Return a piece's name: the tensor's name, and ``@`` and `start` if the tensor is cut."""
         tensor = self.tensors[piece.tensor]
         whole = piece.stop - piece.start == tensor.size
         return tensor.name if whole else f"{tensor.name}@{piece.start}"

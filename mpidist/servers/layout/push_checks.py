@@ -16,8 +16,8 @@ _MANY = 1 << 62  # the number of samples must be lower, because a header has 64 
 def checked_samples(model: str, samples, global_batch: int | None) -> int | None:
     """Return the argument `samples` of a push as an int, or None if it is None.
 
-    Raises ConfigError if it is not a whole number of at least 0, or if it is None but the model
-    `model` has a `global_batch`, which needs it.
+    Raises ConfigError if `samples` is not a whole number of at least 0, or if it is None although
+    the model (with the name `model`) has a `global_batch`.
     """
     if samples is None:
         if global_batch is None:

@@ -77,7 +77,7 @@ def route(
 
 
 def owned(layout: ServerLayout, piece: Piece, rows: np.ndarray) -> np.ndarray:
-    """Return a boolean array that says which of `rows` are in `piece`, which one server holds."""
+    """Return a boolean array that says which of `rows` are in `piece`, one server's part."""
     if layout.tensors[piece.tensor].open is not None:
         return owners(rows, layout.shares) == piece.start
     width = max(1, layout.tensors[piece.tensor].width)
@@ -160,8 +160,8 @@ def views(
 class WholeParts(list):
     """Pairs (part, gradient) of a message with all tensors of one server.
 
-    The object is kept with the memory of the message, which later messages use again. `gradients`
-    has the same arrays as a dict, once `ServerShard.merge` has made it.
+    The object is kept together with the memory of the message, because later messages use the same
+    memory. `gradients` is a dict of the same arrays, once `ServerShard.merge` has made this dict.
     """
 
     __slots__ = ("gradients",)
@@ -212,9 +212,8 @@ class WholeShard:
     ) -> list[tuple[ShardPart, np.ndarray]] | WholeParts:
         """Return pairs (part, 1-D view of its data) in a message, from byte `offset` on.
 
-        `buffer` is the message, in a buffer of a `MessagePool`.
-        The views of small buffers are kept and returned again for the next message in the same
-        buffer.
+        `buffer` is the message, in a buffer of a `MessagePool`. The views of small buffers are
+        kept, and returned again for the next message in the same buffer.
         """
         memory = buffer.base
         if memory is None or memory.nbytes > _SMALL:

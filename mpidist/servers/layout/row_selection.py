@@ -86,7 +86,7 @@ class Selection:
         return wanted, {name: self._receiver(name, wanted[name], out) for name in wanted}
 
     def _checked_open(self, call: str, name: str, rows) -> Tensor:
-        """Return the tensor called `name`; raise ConfigError for the whole of an open table."""
+        """Return the tensor called `name`; raise ConfigError if it is open and `rows` is None."""
         tensor = self.tensor(name)
         if rows is None and tensor.open is not None:
             form = "what={%r: keys}" if call == "pull" else "{%r: (keys, values)}"

@@ -107,7 +107,7 @@ class AgreedChanges:
         asked.workers.add(worker)
 
     def due(self) -> list[Action]:
-        """Return the actions that change the optimizer as every worker has requested by now.
+        """Return the actions by which a server takes an optimizer that all workers have requested.
 
         Workers that have left the model are not waited for.
         """

@@ -1,13 +1,13 @@
-"""Backup workers: synchronous steps that do not wait for the slowest k of n workers. No MPI.
+"""Backup workers: steps that do not wait for the slowest k of n workers. Uses no MPI.
 
     BackupWorkers(1), 3 workers    worker 0  [0][1][2].    a step is done when 2 of 3 workers have
                                    worker 1  [ 0][1][2]    finished it; worker 2 was late for
                                    worker 2  [   0   |2]   step 0, passes over 1 and goes on with 2
 
 A step is also called a round. A round is done when n - k workers have finished it; if fewer workers
-live, all of them must finish it. The update of a round is the mean of the gradients of these
+are left, all of them must finish it. The update of a round uses the mean of the gradients of these
 workers. A push for a round that is already done is late: it is counted but not applied, and the
-answer of the worker's next pull says this. The pull also moves the worker to the present round, so
+answer to the worker's next pull says so. The pull also moves the worker to the present round, so
 that it is not late in all later rounds, too. The pull of a worker that is not late is answered when
 its round is done. So every applied gradient was computed from the newest parameters.
 
@@ -121,8 +121,8 @@ class BackupGate(ConsistencyGate):
     Attributes
     ----------
     round : int
-        The present step. The clock of a worker is the step on which it works. It is below `round`
-        if the worker is late, and above `round` if the worker has finished the round.
+        The present step. The clock of a worker is the step on which it works. This clock is below
+        `round` if the worker is late, and above `round` if the worker has finished the round.
     decisions : list of Decision
         New decisions. The server removes them from the list and sends them to the other servers.
     """
@@ -134,7 +134,7 @@ class BackupGate(ConsistencyGate):
         self._finished: set[int] = set()  # workers that have finished the present round
 
     def is_open(self, worker: int) -> bool:
-        """Whether a pull of `worker` is answered now: it is late, or works on the present step."""
+        """Whether a pull of `worker` is answered now: if it is late, or is at the present step."""
         return self.clocks[worker] <= self.round
 
     def blockers(self, worker: int) -> tuple[list[int], int]:

@@ -8,17 +8,19 @@ A gate is the state machine that decides this for one model on one server; it us
 is a step of a worker, and a tick is the message that ends it.
 
 Each clock has one mode for all workers. The mode decides when the pulls of the clock are answered,
-and when its pushes are applied. All workers set a new mode in the same clock c, and it begins with
-clock c + 1. Each worker sends the new mode to the server before its tick of clock c. So the gate
-knows the mode of each clock before the first worker comes to this clock, and no worker waits for an
-agreement.
+and when its pushes are applied. All workers set a new mode in the same clock c, and the new mode
+begins with clock c + 1. Each worker sends the new mode to the server before its tick of clock c. So
+the gate knows the mode of each clock before the first worker comes to this clock, and no worker
+waits for an agreement.
 
 If the pushes of clock c are held, because its mode is BSP or SSP(0), the pulls of clock c + 1 also
 wait until these pushes are applied, even if the new mode would not wait. Otherwise a worker could
-go on without its own push. So all workers begin the first clock after BSP with the same parameters.
+get parameters that lack its own push. So all workers begin the first clock after BSP with the same
+parameters.
 
-A change of the mode does not affect waiting pushes and pulls: no push is lost or applied twice. The
-bound of each clock is kept in every order of events, which the tests check.
+A change of the mode does not affect waiting pushes and pulls: no push is lost or applied twice. In
+every order of events, no worker is further ahead of the slowest worker than the mode of its clock
+allows; the tests check this.
 """
 
 from __future__ import annotations
@@ -90,7 +92,7 @@ class ChangingGate(ConsistencyGate):
         return not self._has_held(worker) and self._gate(self.clocks[worker]).is_open(worker)
 
     def _has_held(self, worker: int) -> bool:
-        """Whether pushes of the previous clock, which `worker` must get, are still held."""
+        """Whether pushes of the previous clock, which `worker` must get, are not applied yet."""
         clock = self.clocks[worker]
         return clock > 0 and self.mode_at(clock - 1).holds and self.ahead(worker) > 0
 

@@ -1,6 +1,7 @@
-"""A worker's part in changes during training: the mode of each clock, and messages to servers.
+"""A worker's part in changes of the mode and the optimizer: checks, and messages to servers.
 
-If all workers set a new mode in clock c, it begins with clock c + 1: see `changing_gate`.
+If all workers set a new mode in clock (step) c, the mode begins with clock c + 1: see
+`changing_gate`.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class ClientModes:
     asked : Request
         The arguments with which the model was added.
     votes : bool
-        Whether servers agree by votes before they apply a step, as in elastic runs, where the mode
-        cannot change.
+        Whether servers tell each other by votes that they have all pushes of a step, before they
+        apply the step. They do in elastic runs, in which the mode cannot change.
 
     Attributes
     ----------
@@ -76,7 +77,7 @@ class ClientModes:
         return self._votes or self.at(clock).asks_all
 
     def streams(self, clock: int) -> bool:
-        """Whether servers may answer a push of the step `clock` piece by piece."""
+        """Whether servers may apply and answer a large push of the step `clock` piece by piece."""
         return self._streams and self.at(clock).streams
 
     def clip_norm(self, clock: int) -> float | None:

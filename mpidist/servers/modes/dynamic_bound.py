@@ -14,13 +14,13 @@ A worker that is at most `low` steps ahead never waits, and no worker is ever mo
 ahead. If a worker is more than `low` and at most `high` steps ahead, the rule "median" or the rule
 "paper" decides, as the user has chosen:
 
-median   The worker may go on if the slowest worker is usually about as fast: if the median or the
-         mean of the slowest worker's last 31 work times is at most twice the worker's own median or
-         mean. Then the slowest worker is only in a pause, which will end. The mean is used because
-         on busy hosts a step may take either 1 or 20 ms, and the median is then one or the other by
-         chance. A work time is the time from the answer of a pull to the end of the worker's step.
-         A worker with fewer than 16 work times does not count as slow. The rule is applied again
-         whenever a worker finishes a step.
+median   The worker may go on if the slowest worker is usually about as fast: if the median of the
+         slowest worker's last 31 work times is at most twice the worker's own median, or if the
+         mean is at most twice the worker's own mean. Then the slowest worker is only in a pause,
+         which will end. The mean is used because on busy hosts a step may take either 1 or 20 ms,
+         and the median is then one or the other by chance. A work time is the time from the answer
+         of a pull to the end of the worker's step. A worker with fewer than 16 work times does not
+         count as slow. The rule is applied again whenever a worker finishes a step.
 paper    The rule of Zhao et al.: when the fastest worker is `low` steps ahead, the server predicts
          the times of the next pushes of this worker and of the slowest worker from their two newest
          pushes. The server grants the number of further steps, up to ``high - low``, after which
@@ -69,7 +69,8 @@ class DSSP(Consistency):
         `low` is the bound if the slowest worker is always slow, and `high` is the largest bound.
     rule : "median" or "paper"
         How the server chooses the bound: from the median and the mean of each worker's last 31 work
-        times, or as in the paper, which predicts the next pushes from the two newest pushes.
+        times (from the answer of a pull to the end of the step), or as in the paper, which predicts
+        the next pushes from the two newest pushes.
 
     Raises
     ------
@@ -119,10 +120,10 @@ class Rule(Protocol):
 
 
 class DynamicGate(ConsistencyGate):
-    """Measures the workers under `DSSP` on the first server, and decides who may go on.
+    """Measures on the first server how long workers work under `DSSP`; decides who may go on.
 
-    Only the server with number 0 uses the rule of `DSSP`, because a worker begins a step only when
-    all servers have let it. The other servers use the bound `high`.
+    Only the server with number 0 uses the rule of `DSSP`. This is enough, because a worker begins a
+    step only when all servers have answered its pull. The other servers use the bound `high`.
 
     Attributes
     ----------
@@ -163,7 +164,7 @@ class DynamicGate(ConsistencyGate):
         return super().tick(worker)
 
     def note_tick(self, worker: int) -> None:
-        """Measure how long `worker` has worked."""
+        """Record how long `worker` has worked on the step that it finishes now."""
         now, began = self._now(), self._began[worker]
         if worker not in self.waiting and began is not None:
             self.work[worker].append(now - began)
@@ -175,7 +176,7 @@ class DynamicGate(ConsistencyGate):
         return super()._enter(worker, item)
 
     def note_enter(self, worker: int) -> None:
-        """Measure when `worker` begins its step."""
+        """Record the time at which `worker` begins its step."""
         if self.entered[worker] != self.clocks[worker]:
             self._began[worker] = self._now()
 

@@ -1,15 +1,16 @@
-"""Clip gradients by their global norm, over the parts of all servers.
+"""Clip gradients by their global norm, which is the norm over the parts of all servers.
 
     server 0   mean gradient of clock 7 | squares ->  | wait | scale, update -> answers
     server 1   ............. mean gradient of clock 7 | squares -> | scale, update -> answers
 
 Under BSP and with backup workers, the mean gradient of a clock is clipped. Each server sends the
 sum of the squares of its part, in float64, to all other servers, and makes the update when it has
-the sums of all servers. All servers add the sums in the same order, so they use the same factor, to
-the last bit. A serial program, which has the whole gradient, may get a sum with another rounding.
+the sums of all servers. All servers add the sums in the same order, so they multiply their
+gradients by the same factor, to the last bit. A serial program, which has the whole gradient, may
+get a sum with another rounding.
 
-In the other modes each push is an update of its own. The worker has the whole push, so the worker
-clips it before it sends it, and servers exchange no sums.
+In the other modes each push is an update of its own. A worker has its whole push, clips the push
+before it sends it, and servers exchange no sums.
 
 If a server fails, it sends a notice to all ranks, so no server waits for its sum. In elastic runs
 `clip_norm` is an error.
@@ -102,7 +103,7 @@ class GlobalNorms:
         return any(self._due.values())
 
     def released(self, number: int, actions: Sequence[Action]) -> list[Action]:
-        """Send this server's sums of squares for the updates that are in `actions`.
+        """Send this server's sums of squares of gradients, for the updates that are in `actions`.
 
         `actions` are the updates and answers that the consistency mode of model `number` allows.
         Returns those that need not wait for sums of other servers.

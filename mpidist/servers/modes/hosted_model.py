@@ -1,4 +1,4 @@
-"""One model on one server: the server's part of it, the steps of the workers, and its updates."""
+"""One model on one server: the server's part of the model, the workers' steps, the updates."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Hosted:
         self.removed: dict | None = None  # the counts of a model that was removed
 
     def use_layout(self, piece_bytes: int) -> None:
-        """Update the attributes that depend on which tensors this server holds.
+        """Compute again the attributes that depend on which tensors this server holds.
 
         `piece_bytes` is the largest size of a piece of a message.
         """
@@ -128,8 +128,9 @@ class Hosted:
         """Replace this server's part of the model, after a change of shares in an elastic run.
 
         `shard` is the new part of this server. `copy` is its new copy of another server's part, or
-        None without copies. The age of a worker's newest pull, in updates, is the same as before
-        the change. The copies of pulled values (`DelayCompensated`) become the present values.
+        None without copies. The age of a worker's newest pull (the updates made since then) is the
+        same as before the change. The copies of pulled values (`DelayCompensated`) become the
+        present values.
         """
         ages = [self.shard.version - seen for seen in self.pulled]
         self.shard, self.copy = shard, copy
@@ -143,12 +144,13 @@ class Hosted:
     def kept(self) -> list[dict[str, np.ndarray]]:
         """Return a copy of the parameters that each worker has pulled last, one dict per worker.
 
-        Returns an empty list unless the model uses `DelayCompensated`, which needs these copies.
+        Returns an empty list unless the model uses `DelayCompensated`, a policy for stale gradients
+        that needs these copies.
         """
         return [] if self._copies is None else self._copies.kept
 
     def weight(self, push: Push) -> float:
-        """Return the factor of the learning rate for a push that is an update by itself."""
+        """Return the factor of the learning rate for a push, where each push is an update."""
         if self.table is not None:
             return float(push.samples != 0)
         if self.global_batch is None:
@@ -201,9 +203,9 @@ class Hosted:
         )  # fmt: skip
 
     def keep(self, worker: int, parts: Sequence[ShardPart]) -> None:
-        """Record the model's version that `worker` pulls now.
+        """Record which version (number of updates) of the model `worker` pulls now.
 
-        With `DelayCompensated`, also copy the pulled parameters, which `parts` lists.
+        With the policy `DelayCompensated`, also copy the pulled parameters, which `parts` lists.
         """
         self.pulled[worker] = self.shard.version
         if self._copies is not None:
@@ -212,7 +214,8 @@ class Hosted:
     def load(self, saved: Mapping) -> None:
         """Set this server's part of the model to `saved`, see `ServerShard.load`.
 
-        The number of updates changes, so the ages of pushes start at 0 again.
+        The number of updates changes, too. Each worker then counts as having pulled the new
+        parameters, so the ages of pushes start at 0 again.
         """
         self.shard.load(saved)
         self.pulled = [self.shard.version] * len(self.pulled)

@@ -45,7 +45,7 @@ class ModelChanges:
         self._quiet = self._link.counters.messages_sent
 
     def resumed(self) -> None:
-        """Record that the servers serve again, so models may change only in another pause."""
+        """Record that the servers serve again: models may change only in another pause."""
         self._quiet = -1
 
     def end(self) -> None:

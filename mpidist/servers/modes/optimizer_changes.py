@@ -38,8 +38,8 @@ def _kind(optimizer: Any) -> tuple:
 def encode_optimizer(model: str, layout: ServerLayout, optimizer: Any) -> bytes:
     """Return the message by which workers change the optimizer of a model during training.
 
-    The message contains a pickled copy of the optimizer, because the program of a dedicated server
-    has no such object. Raises ConfigError if the optimizer cannot be used or sent.
+    The message contains a pickled copy of the optimizer, because the program of a rank that only
+    serves has not made this object. Raises ConfigError if the optimizer cannot be used or sent.
     """
     check_server_optimizer(model, optimizer)
     lazy = [tensor.name for tensor in layout.tensors if tensor.lazy]

@@ -29,8 +29,8 @@ class PushRecord:
     applied, dropped : list of int
         How many pushes of each worker were applied, and how many were dropped.
     weight : list of float
-        The sum, over each worker's pushes, of the factors by which a policy for stale gradients has
-        scaled them.
+        For each worker, the sum over its applied pushes of the factors by which a policy for stale
+        gradients has multiplied their weights.
     """
 
     def __init__(self, model: str, workers: int, server: int = 0):
@@ -45,8 +45,9 @@ class PushRecord:
     def note(self, worker: int, age: int, factor: float = 1.0) -> None:
         """Count a push of `worker` that was applied.
 
-        `age` is its staleness in updates, and `factor` is what a policy for stale gradients has
-        multiplied its weight by.
+        `age` is its staleness: how many updates the server made between the worker's pull and this
+        push. `factor` is the number by which a policy for stale gradients has multiplied its
+        weight.
         """
         self.newest[worker] = age
         self.staleness[age] += 1
@@ -89,6 +90,9 @@ class PushRecord:
 
 class PulledCopies:
     """Copies of the parameters that each worker has pulled from one server, for `DelayCompensated`.
+
+    This policy corrects an old gradient by how far the parameters have moved since its worker's
+    pull.
 
     Parameters
     ----------

@@ -13,12 +13,13 @@ DelayCompensated    its gradient becomes g + lam * g * g * (w - w at the worker'
 MomentumCorrected   what it adds to the velocity of momentum is multiplied by beta ** a
 =================== ==========================================================================
 
-The learning rate is multiplied by the weight. A push also has a weight for its number of samples;
-the learning rate is multiplied by both. Each server counts the age of its own part of a push, so
-one push may have a different age on each server.
+The learning rate of an update is multiplied by the weight of its push. This weight depends on the
+number of samples, and `ScaleStale` multiplies it by a further factor. Each server counts the age of
+its own part of a push, so one push may have a different age on each server.
 
 Under BSP and with backup workers, each applied gradient was computed from the newest parameters.
-Under SSP(0) it was computed from the parameters of the step before. So these modes take no policy.
+Under SSP(0) it was computed from the parameters at the end of the step before. So these modes take
+no policy.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ class Stale:
     compensates : bool
         Whether the server must keep the parameters that each worker has pulled.
     corrects : bool
-        Whether the policy changes a gradient's part of the velocity, see `MomentumCorrected`.
+        Whether the policy changes how much of a gradient is added to the velocity of momentum.
     """
 
     compensates: ClassVar[bool] = False
     corrects: ClassVar[bool] = False
 
     def factor(self, age: int, samples: int, global_batch: int | None) -> float:
-        """Return the factor of the weight of a push that is `age` updates old; 0 drops the push.
+        """Return the factor for the weight of a push that is `age` updates old; 0 drops the push.
 
         `samples` is the number of samples of the push, or -1 if the worker gave no number.
         """
         return 1.0
 
     def corrected(self, age: int, beta: float) -> tuple[float, float]:
-        """Return two factors of a gradient of this age.
+        """Return two factors for a gradient that is `age` updates old.
 
         The first factor is for the update of the parameters, and the second for what the gradient
         adds to the velocity of momentum with the decay `beta`.
@@ -199,7 +200,7 @@ class DelayCompensated(Stale):
 
 @dataclass(frozen=True)
 class MomentumCorrected(Stale):
-    """Reduce the part of an old gradient in the velocity of momentum, as if it had come in time.
+    """Add less of an old gradient to the velocity of momentum, as if it had come in time.
 
     ``optim.momentum`` repeats a gradient in all later updates, each time multiplied by ``beta``
     once more. If an old gradient is repeated, it moves the parameters in a direction that is no
@@ -233,7 +234,7 @@ class MomentumCorrected(Stale):
             )
 
     def corrected(self, age: int, beta: float) -> tuple[float, float]:
-        """Return two factors of a gradient of this age.
+        """Return two factors for a gradient that is `age` updates old.
 
         The first factor is for the update of the parameters, and the second for what the gradient
         adds to the velocity of momentum with the decay `beta`.

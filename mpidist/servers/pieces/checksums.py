@@ -34,14 +34,14 @@ class Checksums:
     ----------
     link : Link
     servers, workers : sequence of int
-        The ranks of the group.
+        The ranks of the group's servers and workers.
     """
 
     def __init__(self, link: Any, servers: list[int], workers: list[int]):
         self._link, self._workers, self._servers = link, workers, servers
 
     def before_send(self, buffer: np.ndarray, nbytes: int, dest: int, tag: int) -> None:
-        """Write the checksum of a message into its header; of a piece, send it before the piece."""
+        """Write a message's checksum into its header, or send a piece's checksum before it."""
         if tag in _WITH_HEADER:
             self.seal(buffer, nbytes)
         elif tag == PIECE_UP:

@@ -5,8 +5,8 @@
     messages     | header, selections |   | 0 | 1 | 2 | 3 | ...
     one buffer   | header, selections | 0 | 1 | 2 | 3 |          then handled as any other message
 
-So consistency modes, policies for stale gradients, copies and votes handle only whole pushes. If a
-death interrupts a push, the pieces that have arrived have no effect.
+So all other code of the server sees only whole pushes. If a death interrupts a push, the pieces
+that have arrived have no effect.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CollectedPush:
     pieces : sequence of WirePiece
         All pieces of the server's part of the model.
     nbytes : int
-        The bytes of the data of a whole message.
+        The sum of the bytes of all pieces, as in a whole message.
     has_room : callable
         ``has_room(nbytes)`` returns whether the server has memory for so many bytes now. While it
         returns false, no piece is received.

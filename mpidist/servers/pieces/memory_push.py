@@ -94,7 +94,7 @@ class MemoryPush(PushStream):
         return self._buffer[: piece.nbytes]
 
     def use(self) -> None:
-        """Release the memory of the oldest piece, after the server has updated its parameters."""
+        """Record that the next piece is applied, so that workers may copy its new parameters."""
         self._used += 1
         for line in self.readers:
             line[READY] += 1
@@ -105,7 +105,7 @@ class MemoryPush(PushStream):
     def keep(self) -> None:
         """Copy the whole push to the server's memory, so that the worker may change its gradients.
 
-        Called if the worker gets its answer before the push is applied.
+        Called if the server answers the worker before it applies the push.
         """
         whole = self._link.pool.take(self._nbytes)
         for piece in self._pieces:

@@ -130,7 +130,7 @@ class PieceSends:
             self._sends.append((request, memory if pooled and k == len(ranks) else None))
 
     def reap(self) -> bool:
-        """Look for completed sends, whose buffers go back to the pool; whether all are complete."""
+        """Give buffers of completed sends back to the pool; return whether all are complete."""
         sends = self._sends
         while sends and test_one(sends[0][0], self._status):
             memory = sends.popleft()[1]

@@ -3,10 +3,10 @@
     before       server 0: shard 0, copy of 2     server 1: shard 1, copy of 0     server 2 dies
     now          server 0: shard 0, copy of 1     server 1: shard 1, copy of 0
 
-A shard is the part of the model that one server holds. The new shards 0 and 1 are longer than the
-old shards 0 and 1. The elements that server 1 does not have come from the copy of shard 2 on server
-0. An old shard is sent by its server if the server lives, and otherwise by the server with its
-copy.
+A shard is the part of the model that one server holds; each server also has a copy of the shard of
+the server before it. The new shards 0 and 1 are longer than the old shards 0 and 1. The elements
+that server 1 does not have come from the copy of shard 2 on server 0. An old shard is sent by its
+server if this server lives, and otherwise by the server that has the copy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Held:
     clocks, copied : dict
         For each worker, the number of its steps whose pushes are applied to `shard`, and to `copy`.
     updates : list of two int
-        How many updates this group has made in `shard` and in `copy`.
+        How many updates this server has made in `shard` and in `copy` since the group began.
     applied : int
         If servers vote before they apply a step: the pushes of all steps below `applied` are
         applied.
@@ -85,14 +85,16 @@ class Held:
         self.updates[is_copy] += 1
 
     def scalars(self) -> dict[int, tuple[dict[str, str], int]]:
-        """Return a dict: number of a server -> (scalars of the optimizer, number of updates)."""
+        """Return for each part on this rank: (scalars of the optimizer, number of updates)."""
         return {k: (scalars_of(shard), shard.version) for k, shard in self.shards().items()}
 
 
 class Holder(NamedTuple):
     """The rank that sends an old server's part of the model to others after a death.
 
-    It is the rank of the server itself, if it lives, and otherwise of the server with its copy.
+    It is the rank of that server, if the server lives, and otherwise the rank of the server with
+    the copy (`is_copy`). `clocks` has, for each worker, the number of its steps whose pushes are
+    applied to what this rank sends.
     """
 
     rank: int

@@ -18,9 +18,9 @@ from .elastic_shares import Prepared, change_shares_beside
 class ElasticServerGroup(ServerGroup):
     """A `ServerGroup` for elastic runs, in which training continues after a rank has died.
 
-    Before servers apply a step, they agree by votes that all of them have its pushes. Each server
-    may also keep a copy of another server's part of each model. The class has the parameters and
-    attributes of a `ServerGroup`.
+    Before servers apply the pushes of a step, they tell each other by votes that all of them have
+    these pushes. Each server may also keep a copy of another server's part of each model. The class
+    has the parameters and attributes of a `ServerGroup`.
 
     Attributes
     ----------

@@ -7,8 +7,9 @@
 
 A shard is a server's part of a model, and to commit means to use the new shards from then on. If a
 rank dies before any rank has committed, the living ranks continue with the old shards. If some
-ranks have committed, all living ranks are prepared, and the others commit in the repair after the
-death. `ElasticServerGroup.moved` counts the commits of a rank, so the ranks see who has committed.
+ranks have committed, all living ranks are prepared, and the others commit after the death, when the
+living ranks build a new group. `ElasticServerGroup.moved` counts the commits of a rank, so the
+ranks see who has committed.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def change_shares_beside(
 
 
 def _check_quiet(server: Server) -> None:
-    """Raise ProtocolError if updates are on their way to copies, or wait for other servers."""
+    """Raise ProtocolError if updates are on their way to copies, or wait for votes of servers."""
     waits = server.votes is not None and server.votes.pending
     if waits or (server.copies is not None and server.copies.behind):
         raise ProtocolError(

@@ -1,4 +1,4 @@
-"""After a death, send shards to their new owners, and pushes to servers that do not have them.
+"""After a death, send shards to their new owners, and pushes to servers that lack these pushes.
 
 A shard is a server's part of a model. All sends and receives are posted before the first wait, so
 no order of ranks can deadlock. Servers receive into new memory. So if another rank dies meanwhile,

@@ -9,11 +9,12 @@
 
 A shard is a server's part of a model. A copy gets the updates of its shard in the same order. So
 the copy has the same bits as the shard, also in the optimizer state (if both servers have the same
-kind of processor). If servers vote (`votes`), a server votes when it has all pushes of a clock for
-its shard and the forwarded gradient for its copy. The server updates its shard and its copy when
-all other servers have voted. So a clock is applied to all shards and copies or to none, and an
-update waits only as long as a message takes. In modes in which a push is applied at once, its
-worker gets the answer when the next server has the push, too.
+kind of processor). Under BSP and SSP(0) servers vote (`votes`): a server sends a vote to all other
+servers when it has all pushes of a clock (a step) for its shard, and the forwarded gradient for its
+copy. The server updates its shard and its copy when all other servers have voted. So the pushes of
+a clock are applied to all shards and copies or to none, and an update waits only as long as a
+message takes. In the other modes a server applies a push at once, and answers its worker when the
+next server has the gradient, too.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from .shard_ranges import all_ranges, pack, range_bytes, unpack
 class Forwarded(NamedTuple):
     """An update that the previous server has sent for the copy of its part of the model.
 
-    It waits until all servers have voted for its step.
+    It waits until all servers have told each other, by votes, that they have all pushes of the step
+    `clock`.
     """
 
     clock: int
@@ -45,10 +47,10 @@ class Forwarded(NamedTuple):
 
 
 class ShardCopies:
-    """The copies of another server's parts of the models on one server, and their messages.
+    """One server's copies of what the previous server holds of the models.
 
     Each server sends the gradients of its updates to the next server, which makes the same updates
-    in its copy.
+    in its copy. This class also sends and receives these messages.
 
     Parameters
     ----------
@@ -79,7 +81,7 @@ class ShardCopies:
 
     @property
     def pending(self) -> bool:
-        """Whether the next server may lack updates of its copies, or the previous may send more."""
+        """Whether the next server may lack updates, or the previous server may send more."""
         return self.behind or not self._heard_end
 
     @property
@@ -134,7 +136,7 @@ class ShardCopies:
         """Whether an answer to a worker must wait until the next server has this model's updates.
 
         If so, `listen` returns the answer later. If servers vote before they apply a step, no
-        answer waits, because the next server has already voted for the updates.
+        answer waits, because a server votes only when it has the updates for its copy.
         """
         waits = not model.gate.consistency.holds and self._asked > self._acknowledged
         if waits:
@@ -208,7 +210,7 @@ class ShardCopies:
             self._update(update.header, update.buffer)
 
     def forget(self, number: int) -> None:
-        """Drop the received updates of a copy that are not made, as workers repeat their step.
+        """Drop the received updates that are not made yet, because workers repeat their step.
 
         Called after a death. `number` is the number of the model.
         """

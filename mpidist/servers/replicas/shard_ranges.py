@@ -1,4 +1,4 @@
-"""List the arrays of one server's part of a model, or what two servers' parts have in common.
+"""List the arrays of one server's part of a model, or what the parts of two servers share.
 
 The arrays are parameters and optimizer state, as 1-D views (ranges). All servers of a model list
 them in the same order, so messages need not name them. This module uses no MPI.
@@ -85,8 +85,9 @@ def set_scalars(shard: ServerShard, scalars: dict[str, str]) -> None:
 
 
 def _tables(shard: ServerShard) -> tuple[list[dict], dict[str, np.ndarray]]:
-    """Return dicts (tensor -> (start, array)), for the parameters and for each kind of optimizer
-    state, and a dict of the optimizer's scalars.
+    """Return a list of dicts (tensor -> (start, array)), and a dict of the optimizer's scalars.
+
+    The list has a dict for the parameters, and one for each kind of optimizer state.
     """
     held = shard.export()
     lists = [held["parameters"], *(held["optimizer"][slot] for slot in sorted(held["optimizer"]))]

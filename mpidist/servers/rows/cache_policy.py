@@ -15,7 +15,7 @@ from ..modes.stale_gradients import KeepStale
 
 @dataclass(frozen=True)
 class RowCache:
-    """How many rows of each table a worker keeps, and for how many steps: see `ServerGroup.add`.
+    """How many rows of each table a worker caches, and for how many steps: see `ServerGroup.add`.
 
     A pull then asks the servers only for rows that the worker does not have, or that are too old.
 

@@ -3,9 +3,9 @@
     a push of keys -> counts of keys without a row -> rows, once a key has `min_count` pushes
     a pull of keys -> the values of their rows, or the initial values of the keys
 
-The values are in the flat parameter of the table, and the optimizer's state has arrays of the same
-shape. Each key has a place, which is a row of the parameter and of the state. The optimizer updates
-these rows. The arrays have room for more rows than exist, and grow if needed.
+The values are in the table's 1-D parameter array, and the optimizer's state has arrays of the same
+shape. Each key with a row has a place, the index of its row in these arrays. The optimizer updates
+only these rows. The arrays have room for more rows than exist, and grow if needed.
 """
 
 from __future__ import annotations

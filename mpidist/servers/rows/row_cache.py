@@ -4,17 +4,16 @@
                                        row 9: has all updates before clock 4    asked for again
 
 The cache works like the process cache of SSPTable in Petuum. Each answer says how far the worker is
-ahead of the slowest worker. So the worker knows a clock c such that the values have all updates of
-all workers before clock c. At clock t the worker may use these values as long as
-``c >= t - bound``, because a pull at clock t would not guarantee more updates. (Then the worker may
-also begin the step without asking any server, because the slowest worker has finished clock
-t - bound - 1.) Under BSP, each row is asked for once in each clock.
+ahead of the slowest worker. So the worker knows the clock c of the slowest worker, and the values
+in the answer have all updates of all workers from the clocks before c. At clock t the worker may
+use these values as long as ``c >= t - bound``, because a pull at clock t would not guarantee more
+updates. (Then the worker may also begin the step without asking any server, because the slowest
+worker has finished clock t - bound - 1.) Under BSP, a worker asks for each row once in each clock.
 
 A worker always sees its own pushes. If an update depends only on the gradient, as with `sgd` and a
 constant learning rate, the worker applies its pushes to its cached rows. Otherwise it drops these
-rows from the cache. In modes in which servers hold pushes until all workers have finished the
-clock, the answer to a pull does not contain the pushes of its clock, so a row is used only in the
-clock in which it was fetched.
+rows from the cache. Under BSP and SSP(0) the worker does neither: it uses a row only in the clock
+in which it fetched the row, and servers apply the pushes of a clock only after its end.
 
 Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS
 2013; Wei et al., "Managed communication and consistency for fast data-parallel iterative
@@ -136,7 +135,7 @@ class OwnUpdate:
         self._optimizer = optimizer
 
     def __call__(self, values: np.ndarray, gradient: np.ndarray, weight: float) -> None:
-        """Update rows in place."""
+        """Update `values`, which are rows of a table, in place by their `gradient`."""
         parameters = {"x": values}
         state = self._optimizer.init(parameters)
         self._optimizer.update({"x": gradient}, state, parameters, weight=weight)
@@ -248,8 +247,7 @@ class CachedRows:
     def ask(
         self, requests: Any, flags: int, wanted: dict, results: dict, pushes, samples, known
     ) -> tuple[list[Header], float]:
-        """Push, and pull tensors and rows into `results`; ask servers only for rows that are not
-        cached.
+        """Push, and pull into `results`; ask servers only for what is not in the cache.
 
         The arguments are those of `ClientRequests.ask`, which sends the requests.
 
@@ -317,7 +315,8 @@ class LookUp:
         """Store the fetched rows in the cache.
 
         They were fetched in the worker's clock (step) `came`, and have all updates of all workers
-        before the clock `has`. `now` is the number of the call.
+        before the clock `has`. `now` is the number of the call, from which the cache knows which
+        rows were used longest ago.
         """
         values = self.fetched.reshape(len(self.absent), self.table.tensor.width)
         self._values[~self.good] = values

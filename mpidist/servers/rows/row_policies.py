@@ -55,7 +55,7 @@ def _policy(rows, spread: str) -> RowPolicy:
 
 
 def _check_open(model: str, name: str, shape: tuple, rows) -> None:
-    """Raise ConfigError unless a table is open exactly if its shape has no number of rows."""
+    """Raise ConfigError if an open table has a number of rows, or another table has none."""
     is_open = rows == "open" or isinstance(rows, OpenRows)
     if is_open != (shape[:1] == (None,)):
         given = "open" if is_open else repr(rows)
@@ -66,7 +66,7 @@ def _check_open(model: str, name: str, shape: tuple, rows) -> None:
 
 
 def check_row_optimizer(model: str, policies: Mapping[str, RowPolicy], optimizer) -> None:
-    """Raise ConfigError if pushes of rows would update only these rows, but the optimizer cannot.
+    """Raise ConfigError if updates must change only pushed rows, and the optimizer cannot do that.
 
     `policies` has the `RowPolicy` of each tensor of the model.
     """
@@ -80,7 +80,7 @@ def check_row_optimizer(model: str, policies: Mapping[str, RowPolicy], optimizer
 
 
 def check_open_tables(asked, policies: Mapping[str, RowPolicy]) -> None:
-    """Raise ConfigError if a model has open tables and arguments that open tables do not allow."""
+    """Raise ConfigError if a model has open tables and arguments that these do not allow."""
     tables = [name for name, policy in policies.items() if policy.rows == "open"]
     if tables and asked.stale.compensates:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Free unused rows of open tables, and report the memory that open tables take.
+"""Free unused rows of open tables, whose rows are made by pushes; report the memory they take.
 
 worker   drop, unused_for   -> all servers: free rows -> number of rows   -> their sum
 """
@@ -17,7 +17,7 @@ _KEY_BYTES = 72
 
 
 def ask_to_drop(client, unused_for: int) -> int:
-    """Let all servers free unused rows of open tables, for `Client.drop`; return their number.
+    """Let all servers free unused rows of open tables, for `Client.drop`; return how many.
 
     A row is unused if no push has named it in the last `unused_for` clocks (steps).
     """
@@ -60,7 +60,7 @@ def table_facts(shard) -> dict[str, dict[str, int]]:
 
 
 def open_bytes(layout: ServerLayout, server: int, copies: float) -> int:
-    """Return how many bytes a server's open tables take if they have as many rows as they may.
+    """Return how many bytes the open tables of a server take if they have as many rows as allowed.
 
     Only tables with `max_rows` count. `copies` is the number of bytes of optimizer state per byte
     of parameters.

@@ -1,8 +1,9 @@
 """A push_pull of the arrays of an earlier call, with one short message to each server and back.
 
-In a small model, the checks of the arguments and the lists of parts take longer than the messages.
-So a client remembers the arrays of a call, with the lists, and need not check the same arrays
-again. The messages have the same content as those of a push_pull whose arguments are checked.
+For a small model, the checks of the arguments, and finding the place of each tensor in the
+messages, take longer than the messages. So a client remembers the arrays of a call together with
+these places, and need not check the same arrays again. The messages have the same content as those
+of a push_pull whose arguments are checked.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def finite_test(view: np.ndarray) -> Callable[[], bool]:
 
 
 class BoundExchange:
-    """The request of a push_pull to one server and its answer, in two buffers used by each call."""
+    """The request of a push_pull to one server and its answer, in buffers that all calls use."""
 
     by_messages = True
 
@@ -80,7 +81,7 @@ class BoundExchange:
     def post(
         self, link: Link, name: str, model: int, clock: int, samples: int, entered: int, note: tuple
     ) -> None:
-        """Begin to receive the answer, and send the request, whose gradients are already in place.
+        """Begin to receive the answer, and send the request, which already has the gradients.
 
         The arguments after `name` (the model's name) are fields of the request's header.
         """
@@ -161,7 +162,7 @@ class BoundPushPull:
         self._number, self._nbytes = len(sent), sum(sent)
 
     def fits(self, gradients: Any, out: Any) -> bool:
-        """Whether these are the remembered arrays, in shape, strides and dtype, too."""
+        """Whether these are the remembered arrays, with unchanged shapes, strides and dtypes."""
         try:
             if not len(gradients) == len(out) == len(self._arrays):
                 return False

@@ -17,7 +17,7 @@ from ..layout.routing import WholeParts
 
 
 class BoundGradients(dict):
-    """Gradients in arrays that later updates use again, and a function that makes such an update.
+    """Gradients in arrays that later updates use again, and a function that applies them fast.
 
     It is a dict from the keys of the parameters in a `ServerShard` to the gradients.
     """

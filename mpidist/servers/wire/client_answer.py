@@ -50,17 +50,15 @@ class ServerCall(NamedTuple):
     out: Mapping | None
 
     def flags_of(self, server: int) -> int:
-        """Return what a server is asked for: `flags`, without the bit PUSH if it has the push
-        already.
-        """
+        """Return `flags`, without the bit PUSH if `server` already has the push."""
         return self.flags & ~PUSH if server in self.known else self.flags
 
 
 def whole_push(layout: ServerLayout, pushes: Mapping | None, out: Mapping) -> dict | None:
     """Return the gradients of a push if they can be sent in pieces; otherwise None.
 
-    They can if the push has all elements of all tensors, and `out`, which receives the answer, does
-    not share their memory in a wrong way (see `can_share`).
+    They can if the push has all elements of all tensors, and `out`, which receives the answer,
+    shares memory with the gradients only as `can_share` allows.
     """
     named = {} if pushes is None else {name: rows for name, (rows, _) in pushes.items()}
     if not routing.has_all(layout, named):
@@ -97,7 +95,7 @@ class ServerAnswer:
 
     @property
     def handed(self) -> bool:
-        """Whether MPI has the whole request, so that the worker may ask the next server."""
+        """Whether the worker may send its request to the next server; see `ClientStream.handed`."""
         return self._stream is None or self._stream.handed
 
     def test(self) -> bool:

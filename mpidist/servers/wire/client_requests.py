@@ -4,13 +4,14 @@ A pull asks only the servers that hold the wanted tensors or rows: these must an
 waits for them. The other servers get only the worker's push, which may be empty, and its tick, the
 message that ends the step. A step is also called a clock. A worker asks more servers in four cases:
 
-- If a worker has not pulled in a clock after the first, its push or its tick first sends an empty
-  pull to every server.
+- If a worker pushes or ticks in a clock in which it has not pulled, it first sends an empty pull to
+  every server (not in the first clock).
 - The first pull of a clock also asks the servers that were not asked in the last 16 clocks
-  (`SILENT`). So no server keeps the messages of more than 16 clocks of a worker.
+  (`SILENT`). So the messages of at most 16 clocks of a worker can wait at a server.
 - If a worker has waited for 0.25 s (`LATE`), it asks all servers, so that each server knows which
   workers wait.
-- In the modes with `Consistency.asks_all`, the first pull of each clock asks every server.
+- In modes in which a step begins only when every server has answered (`Consistency.asks_all`), the
+  first pull of each clock asks every server.
 """
 
 from __future__ import annotations
@@ -89,10 +90,11 @@ class ClientRequests:
         The number of steps that the worker has finished; the newest step in which the servers have
         answered a pull; and the step of the newest push. -1 for none.
     note : tuple of two int
-        Two integers that the next request carries to the first server. The request then sets both
-        integers to zero.
+        Two integers that the next request carries to the first server. When it is sent, both
+        integers are set to zero.
     queue : Counter
-        How many workers waited for a server at the same time.
+        For each number n: how often a server that received a request of this worker had messages of
+        n workers to handle.
     started : bool
         Whether a message has been sent.
     """
@@ -135,7 +137,7 @@ class ClientRequests:
     def has_entered(self) -> bool:
         """Whether a server has answered a pull in the present step, if one answer is enough.
 
-        In the modes with `Consistency.asks_all`, one answer is not enough, and the result is false.
+        In modes in which every server must answer (`Consistency.asks_all`), the result is false.
         """
         return self.entered == self.clock and not self._modes.asks_all(self.clock)
 
@@ -155,9 +157,9 @@ class ClientRequests:
         """Send one message with flags, the data to push, and a list of the parts to pull.
 
         `pull` is None for all that the server holds. `pushes` or `pull` are PIECES or STREAM if the
-        data are sent in pieces of their own, or are in shared memory; `pushes` is an array of the
-        addresses of gradients that the server reads in the memory of this rank. The message belongs
-        to the clock that is `ahead` clocks after the present one.
+        data are sent in pieces of their own, or are in shared memory. `pushes` may also be an array
+        with the addresses of gradients in the memory of this rank, where the server then reads
+        them. The message belongs to the clock that is `ahead` clocks after the present one.
 
         Returns the record of this message in `Link.trail` (the requests sent and served); the
         record is marked as open (unfinished) if the message asks for an answer.
@@ -302,7 +304,7 @@ class ClientRequests:
     def _choose(self, call: ServerCall) -> tuple[deque[Route], list[int]]:
         """Return the servers to ask, in order, and the servers that need not answer.
 
-        The latter get their part of the push and the tick here.
+        This method sends the latter their part of the push and the tick.
         """
         flags, quiet = call.flags, []
         entering = bool(flags & CLOCK) or self.entered < self.clock
@@ -358,7 +360,7 @@ class ClientRequests:
         return ServerAnswer(incoming, operation, parts, sends)
 
     def _readable(self) -> CrossMemory | None:
-        """Return how servers of this host read pushes outside BSP, or None if they do not."""
+        """Return what servers of this host use to read pushes in this rank's memory, or None."""
         return self.share.cross if self.share is not None and self._modes.in_memory else None
 
     def _pair(self, rank: int) -> NodePair | None:

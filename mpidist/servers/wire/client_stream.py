@@ -6,8 +6,9 @@
     out         | 0 | 1 | ...                 from the server to the worker, in the same order
 
 At most `WINDOW` (4) pieces of the gradients are on the way. If the server updates and answers each
-piece at once, the worker sends piece 4 when it has received answer 0. Otherwise the server needs
-the whole push before it answers, and the worker sends piece 4 when MPI has sent piece 0.
+piece at once (under BSP), the worker sends piece 4 when it has received the answer to piece 0.
+Otherwise the server needs the whole push before it answers, and the worker sends piece 4 when MPI
+has sent piece 0.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class ClientStream:
         `progress` has returned True. Without `gradients` the stream only receives, and without
         `out` it only sends. `can_share` says whether both may share memory.
     in_step : bool
-        Whether the server answers each piece as soon as it has updated it.
+        Whether the server answers each piece as soon as it has updated the parameters of the piece.
     """
 
     def __init__(
@@ -71,9 +72,10 @@ class ClientStream:
 
     @property
     def handed(self) -> bool:
-        """Whether the worker may ask the next server.
+        """Whether the worker may send its request to the next server.
 
-        If the server answers only whole pushes, MPI must first have all pieces of this push.
+        If the server answers only whole pushes, MPI must first have all pieces of this worker's
+        push.
         """
         return self._in_step or self._begun == self._all
 
@@ -112,7 +114,7 @@ class ClientStream:
         return self._memory(self._out, self._pieces[number])
 
     def _memory(self, arrays: Mapping[str, np.ndarray], piece: WirePiece) -> np.ndarray:
-        """Return the bytes of a piece in `arrays`, or memory for a piece with several spans."""
+        """Return the bytes of a piece in `arrays`, or a buffer for a piece with several ranges."""
         if len(piece.spans) > 1:
             return self._link.pool.take(piece.nbytes)
         ((raw, _),) = places_in(self._layout, arrays, piece)
@@ -159,9 +161,10 @@ class CopiedPush:
 
     Each piece is copied just before it is sent. So the worker needs memory for only 4 pieces
     (`WINDOW`), and may change its gradients as soon as MPI has all pieces. A push must not wait for
-    a server that is busy (a colocated server's own worker may compute). So if the server receives
-    no piece for 0.25 s (`LATE`), or from the beginning if the argument `late` is true, all other
-    pieces are copied and passed to MPI. The attribute `late` says whether this happened.
+    a server that is busy (for example because its rank is also a worker, which computes). So if the
+    server receives no piece for 0.25 s (`LATE`), or from the beginning if the argument `late` is
+    true, all other pieces are copied and passed to MPI. The attribute `late` says whether this
+    happened.
     """
 
     def __init__(

@@ -128,8 +128,8 @@ class DueActions:
     ) -> Iterator[Action]:
         """Add allowed actions (updates and answers), and yield those that can be carried out now.
 
-        ``weighed(action)`` returns the share and the gradients of each push of an update, and the
-        weight of the update.
+        ``weighed(action)`` returns the share (weight in the mean) and the gradients of each push of
+        an update, and the weight of the update.
         """
         self._actions += actions
         while self._actions:
@@ -155,7 +155,7 @@ class DueActions:
             yield action
 
     def _let_read(self, action: Apply) -> None:
-        """Let workers copy each piece as soon as it is updated, if they get this version."""
+        """Let workers whose answers follow this update copy each piece as soon as it is updated."""
         if self.share is None or self._link is None:
             return
         for answer in islice(self._actions, 1, None):

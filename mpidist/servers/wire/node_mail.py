@@ -79,10 +79,10 @@ class MailExchange(BoundExchange):
 def exchanges(
     link: Link, ranks: Sequence[int], shards: Sequence[WholeShard], share: NodeShare | None
 ) -> list[Callable[[Mapping, Mapping], BoundExchange]]:
-    """Return for each server a function that makes the `BoundExchange` with it.
+    """Return for each server a function that makes the object for exchanging messages with it.
 
-    For a server of this host it makes a `MailExchange`, which uses shared memory. `ranks` are the
-    ranks of the servers, and `shards` are their parts of the model.
+    The object is a `BoundExchange` or, for a server of this host, a `MailExchange`, which uses
+    shared memory. `ranks` are the ranks of the servers, and `shards` are their parts of the model.
     """
     make: list[Callable] = []
     for rank, shard in zip(ranks, shards, strict=True):

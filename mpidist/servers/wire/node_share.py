@@ -122,8 +122,8 @@ class NodeShare:
         Whether a server of this host gets pushes in pieces. The parameters of such a server are in
         this memory.
     cross : CrossMemory or None
-        Reads gradients in the memory of workers. None if no push comes in pieces, or if the kernel
-        does not allow it; then `why` says the reason.
+        Reads gradients in the memory of workers. It is None if no push comes in pieces, or if the
+        kernel does not allow such reads; then `why` says the reason.
 
     Raises
     ------

@@ -14,11 +14,12 @@ the ring, updated, ready to be copied, and copied.
 
 The server begins the next update when all workers have copied the pieces that they may copy, so a
 worker always gets parameters of one version. If a worker copies no piece for a while, the server
-stops waiting for it: it says so in its line, and sends a copy of the rest of this version in
-messages. After each piece, the worker looks whether the server has stopped waiting. If so, the
-piece that it has just copied may be a mixture of two versions, and the worker takes the piece from
-the message instead. A worker may copy its last piece just when the server stops waiting. Therefore
-the worker and the server each first write their own line, and then read the other's line (`fence`).
+stops waiting for it: the server says so in its own line, and sends a copy of the rest of this
+version in messages. After each piece, the worker looks whether the server has stopped waiting. If
+so, the piece that it has just copied may be a mixture of two versions, and the worker takes the
+piece from the message instead. A worker may copy its last piece just when the server stops waiting.
+Therefore the worker and the server each first write their own line, and then read the other's line
+(`fence`).
 """
 
 from __future__ import annotations
@@ -102,9 +103,9 @@ class NodeReaders:
     def add(self, rank: int, pair: NodePair, allowed: int, ready: int) -> None:
         """Let the worker with this `rank` copy `allowed` pieces of the parameters.
 
-        It can copy `ready` of them at once; the others follow. `pair` is the memory that the worker
-        shares with this server. The worker has copied the whole previous version, because it makes
-        one call at a time.
+        It can copy the first `ready` pieces at once, and each of the others when the server has
+        updated it. `pair` is the memory that the worker shares with this server. The worker has
+        copied the whole previous version, because it makes one call at a time.
         """
         self._pairs[rank] = pair
         self._sent.discard(rank)
@@ -176,7 +177,7 @@ class NodeClientStream:
         The gradients to write to the shared memory. Without them, the object only copies the
         parameters.
     sends : ClientStream, optional
-        The pieces of a push in messages.
+        Sends the pieces of the push in messages, if the push does not use shared memory.
     """
 
     def __init__(
@@ -248,7 +249,7 @@ class NodeClientStream:
             pair.rung[PUSHED] = self._pushed + self._begun
 
     def _take(self, number: int) -> None:
-        """Copy one piece of the new parameters, unless the server sends it."""
+        """Copy one piece of the new parameters, unless the server has stopped waiting for this."""
         for tensor, start, stop, _ in self._pieces[number].spans:
             first, values = self._pair.parameters[tensor]
             np.copyto(

@@ -1,4 +1,4 @@
-"""A server's part in pushes in pieces: add, update and answer one piece after another.
+"""A server's part in pushes in pieces: add gradients, update, answer, piece after piece.
 
 ::
 
@@ -85,8 +85,8 @@ class PieceViews(NamedTuple):
 class ShardPieces:
     """The parts of a server's parameters that are updated and sent as one piece each.
 
-    Each piece has NumPy views of the arrays that it covers. They are made once; if the optimizer
-    replaces an array, they are made again.
+    Each piece has NumPy views of the arrays that it covers. The views are made once; if the
+    optimizer replaces an array, they are made again.
 
     Attributes
     ----------
@@ -202,9 +202,9 @@ class StreamedUpdate:
     Parameters
     ----------
     sends : PieceSends
-        The sends of the answers. MPI reads the answers in the memory of the parameters, which must
-        not change before the sends are complete. The sends take little time, because the workers
-        have received these answers before they push again.
+        Sends the answers. MPI reads the answers in the memory of the parameters, which must not
+        change before the sends are complete. The next update seldom waits for the sends, because
+        the workers have received these answers before they push again.
     shard : ServerShard
     pieces : ShardPieces
         The server's parameters, cut into pieces.
@@ -276,7 +276,7 @@ class StreamedUpdate:
         self._all.answer(number, self._ranks, self._sends)
 
     def _gradient(self, number: int, tensor: int, start: int, stop: int, at: int) -> np.ndarray:
-        """Return the weighted mean of the gradients of one span, with the same bits as `merge`."""
+        """Return the weighted mean of the gradients of one range, with the same bits as `merge`."""
         dtype = self._shard.layout.tensors[tensor].dtype
         room = slice(at, at + (stop - start) * dtype.itemsize)
         share, push = self._pushes[0]

@@ -11,13 +11,13 @@ piece. Each piece is a range of bytes of the data of a whole message (see `routi
 pieces may also be received into a buffer for a whole message. Worker and server cut the same
 layout, so no message needs to name the parts of a piece.
 
-In modes in which a server answers each piece as soon as it has updated it, piece k + `WINDOW` of a
-push is sent only when piece k is answered (`WINDOW` is 4). Without this limit, pieces would not
-save time: the answers, or MPI's own control messages for them, would wait behind pieces that MPI
-has already accepted. The server posts the receives of `WINDOW` pieces of each worker in advance,
-and uses the memory of piece k again for piece k + `WINDOW`. A deadlock is impossible: the first
-unanswered piece is always being sent, and its answer waits only for the same piece of the other
-workers.
+Under BSP a server answers each piece as soon as it has updated the parameters of the piece. Then
+piece k + `WINDOW` of a push is sent only when piece k is answered (`WINDOW` is 4). Without this
+limit, pieces would not save time: the answers, or MPI's own control messages for them, would wait
+behind pieces that MPI has already accepted. The server posts the receives of `WINDOW` pieces of
+each worker in advance, and uses the memory of piece k again for piece k + `WINDOW`. A deadlock is
+impossible: the first unanswered piece is always being sent, and its answer waits only for the same
+piece of the other workers.
 
 In the other modes, a server receives the whole push before it does anything with it. Then piece k +
 `WINDOW` is sent when MPI has sent piece k. A worker sends its pushes to one server after another:
