@@ -223,8 +223,8 @@ class Client:
         """Free the rows of open tables that no push has named lately; return their number.
 
         A row is freed if no push has named it in the last `unused_for` clocks (steps) that all
-        workers have finished. A later pull of its key gets the initial values again. One worker
-        calls `drop`; the other workers can go on.
+        workers have finished. A later pull of the row's key gets the initial values again. One
+        worker calls `drop`; the other workers can go on.
 
         Raises
         ------
@@ -242,7 +242,7 @@ class Client:
             self._cache.clear()
 
     def close(self) -> None:
-        """Leave the model, so that the other workers no longer wait for this worker in it.
+        """Leave the model, so that the model's other workers no longer wait for this worker.
 
         A second call does nothing.
         """
@@ -336,8 +336,8 @@ class Client:
         Raises
         ------
         ConfigError
-            The optimizer is not elementwise (for example one of `optim.clipped`), or cannot be sent
-            to the servers.
+            The optimizer needs whole tensors (as one of `optim.clipped`), or cannot be sent to the
+            servers.
         """
         self._open()
         with GroupCall(self._link, f"set_optimizer of {self.name!r}"):

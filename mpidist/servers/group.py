@@ -152,7 +152,7 @@ class ServerGroup(OnlineShares):
             "normal", "uniform", a number, or ``(kind, scale)``. Some ranks may pass arrays and
             other ranks shapes.
         optimizer : object with init and update
-            The servers apply it elementwise: see ``mpidist.optim``.
+            Each server applies it to its own parts of the tensors: see ``mpidist.optim``.
         update : "add" or "assign"
             Used instead of an optimizer. "add": servers add pushed values to the present values.
             "assign": pushed values replace the present values; if several pushes of a clock under
@@ -193,7 +193,7 @@ class ServerGroup(OnlineShares):
         ------
         ConfigError
             On all ranks: an argument is wrong, the model does not fit the memory of the servers, or
-            the optimizer is not elementwise.
+            the optimizer needs whole tensors.
         MismatchError
             On all ranks: the arguments differ between ranks.
         """
@@ -236,7 +236,7 @@ class ServerGroup(OnlineShares):
                 client.forget()
 
     def hosted(self, name: str) -> tuple[Server, Hosted] | None:
-        """Return this rank's `Server` and its part of the model `name`; None if it is no server."""
+        """Return this rank's `Server` and its part of a model, or None if the rank is no server."""
         return None if self._server is None else (self._server, self._part(self._server, name))
 
     # -- serving, pausing ------------------------------------------------------------------
@@ -359,10 +359,10 @@ class ServerGroup(OnlineShares):
         ``shares`` has the fraction that each server should hold. ``models`` has the bytes per
         server and the imbalance factor (the largest quotient of the bytes of a server and its share
         of all bytes). ``ranks`` has one dict per rank, with the keys ``rank``, ``server``,
-        ``clients`` and ``waits``. ``server`` has the queue lengths and, per model, the staleness of
-        the pushes, the gaps between the clocks of the workers, and the number of updates.
-        ``clients`` is described in `Client.stats`. ``waits`` has the seconds that the rank has
-        waited for servers, for workers, and for all ranks.
+        ``clients`` and ``waits``. ``server`` has how many workers waited at once and, per model,
+        the staleness of the pushes, the gaps between the clocks of the workers, and the number of
+        updates. ``clients`` is described in `Client.stats`. ``waits`` has the seconds that the rank
+        has waited for servers, for workers, and for all ranks.
         """
         roles = self.server_ranks, self.placement, self.shares
         return {**group_facts(*roles, self._layouts), "ranks": self._everyone or [self._facts()]}

@@ -136,7 +136,7 @@ def tell_clients(
 ) -> None:
     """Let the clients of this rank send to the new servers, and use this host's new shared memory.
 
-    By the name of the model, `layouts` says which server now holds what, and `shared` has the
+    For each model, by its name, `layouts` says which server now holds what, and `shared` has the
     memory that the ranks of this host share (or None) and the reason if they share none.
     """
     for client in members.clients:

@@ -26,7 +26,7 @@ from .optimizer_changes import agreed_part, change_optimizer
 #: The modes that may follow each other during training, by the names in messages.
 MODES: dict[str, type[Consistency]] = {each.__name__: each for each in (ASP, BSP, SSP, DSSP)}
 
-#: What a change changes.
+#: The two kinds of changes, by their names in messages.
 MODE, OPTIMIZER = "consistency", "optimizer"
 
 _SAME = "all workers must make the same changes in the same clock"

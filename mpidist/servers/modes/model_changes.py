@@ -49,7 +49,7 @@ class ModelChanges:
         self._quiet = -1
 
     def end(self) -> None:
-        """Free the memory of the models of a group that has failed, whose link may be kept."""
+        """Free the memory of the models of a failed group, even if its link must be kept."""
         link = self._link
         link.background, link.models, link.trail.about = nothing, [], None
         link.pool, self.server = MessagePool(keep=0), None
