@@ -1,5 +1,5 @@
 """Training: `md.train`, which uses collectives, servers, data, checkpoints and `md.guard`.
 
-Begin to read the code with ``train.py``. ``exchanges/`` contains the ways to combine the gradients
-of all ranks.
+To read the code, begin with ``train.py``. ``exchanges/`` contains the ways in which the ranks
+combine their gradients.
 """

@@ -83,11 +83,11 @@ def last_step(
     step: int = 0,
     position: Position | None = None,
 ) -> int:
-    """Return the number of the step at which the run will end.
+    """Return the number of the run's last step.
 
     The run has done `step` steps so far, and `position` is its next position in the data. The
-    remaining epochs are counted in samples from `position`. So a run that is resumed with another
-    global batch still ends at the end of its last epoch.
+    remaining epochs are counted in samples from `position`. Therefore a run that is resumed with
+    another global batch still ends at the end of its last epoch.
     """
     if (epochs is None) == (steps is None):
         raise ConfigError(f"epochs={brief(epochs)}, steps={brief(steps)}: give one of the two")
@@ -104,7 +104,7 @@ def last_step(
 
 
 def check_whole(**values: int | None) -> None:
-    """Raise ConfigError if a value is neither None nor a whole number of 1 or more."""
+    """Raise ConfigError unless a value is None or a whole number of 1 or more."""
     for name, value in values.items():
         number = isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
         expect(value is None or number, name, value, "a whole number of 1 or more, or None")
@@ -115,12 +115,12 @@ def _number(value) -> bool:
 
 
 def check_share(max_bad: float) -> None:
-    """Raise ConfigError if `max_bad`, the allowed share of bad records, is not from 0 to 1."""
+    """Raise ConfigError unless `max_bad`, the allowed fraction of bad records, is from 0 to 1."""
     expect(_number(max_bad) and 0 <= max_bad <= 1, "max_bad", max_bad, "a share from 0 to 1")
 
 
 def check_time_limit(time_limit) -> None:
-    """Raise ConfigError if `time_limit` is none of: a number above 0, "auto", None."""
+    """Raise ConfigError unless `time_limit` is a number above 0, "auto" or None."""
     auto = time_limit is None or (isinstance(time_limit, str) and time_limit == "auto")
     good = auto or (_number(time_limit) and time_limit > 0)
     expect(good, "time_limit", time_limit, "seconds > 0, 'auto', or None")
@@ -145,7 +145,7 @@ def check_batch(global_batch: int, workers: int) -> None:
 
 
 def check_microbatches(microbatches: int | None, global_batch: int, strategy) -> None:
-    """Raise ConfigError if the global batch or the strategy does not allow `microbatches`."""
+    """Raise ConfigError if `microbatches` does not suit the global batch or the strategy."""
     check_whole(microbatches=microbatches)
     if microbatches is None:
         return
@@ -167,7 +167,7 @@ def check_microbatches(microbatches: int | None, global_batch: int, strategy) ->
 
 
 def check_replicated(strategy, **settings: int | None) -> None:
-    """Raise ConfigError if any of `settings`, which need `AllReduce`, has another `strategy`."""
+    """Raise ConfigError if any of `settings` is given although `strategy` is not `AllReduce`."""
     check_whole(**settings)
     for name, value in settings.items():
         if value is not None and not getattr(strategy, "has_replicas", False):
@@ -186,7 +186,7 @@ def _reason(strategy, name: str) -> str:
 
 
 def check_model(model, predicts: bool) -> None:
-    """Raise ConfigError if `model` has not all attributes and methods that the run needs."""
+    """Raise ConfigError if `model` lacks an attribute or a method that the run needs."""
     if isinstance(model, type) or not hasattr(model, "parameters"):
         raise ConfigError(f"model is {brief(model)}; {_MODEL}")
     arrays, problem = named_arrays(model)
@@ -206,7 +206,7 @@ def check_model(model, predicts: bool) -> None:
 
 
 def check_optimizer(optimizer) -> None:
-    """Raise ConfigError if `optimizer` is not an optimizer but, for example, its name."""
+    """Raise ConfigError if `optimizer` is not an optimizer (but, for example, a name)."""
     if has_methods(optimizer, "init", "update"):
         return
     call = ""
@@ -314,8 +314,10 @@ def check_reading(loading, quarantine, retry_bad) -> None:
 
 
 def check_loss(loss) -> Any:
-    """Return the loss of a model as a number; raise ConfigError unless it is a number or an array
-    of one element, which may be on a device. NaN and infinity pass this check.
+    """Return the loss of a model as a number.
+
+    Raises ConfigError unless the loss is a number, or an array of one element (on the CPU or on a
+    GPU). NaN and infinity raise no error.
     """
     if isinstance(loss, Real):
         return loss

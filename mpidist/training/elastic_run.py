@@ -44,7 +44,9 @@ _REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Carried:
-    """What a run of `md.train` keeps in memory when a rank dies, to go on with; empty at first.
+    """The state that a run of `md.train` keeps in memory when a rank dies, to continue from it.
+
+    Before the first death it is empty.
 
     `name` is the name of an elastic run, equal on all ranks, and "" for any other run.
     """
@@ -70,8 +72,9 @@ class Carried:
     def fresh(self, resume: bool | str) -> bool | str:
         """Return the argument `fresh` of the checkpoint store, from `resume` of `md.train`.
 
-        A run may open the store again after each death. By the name of the run, the store
-        recognises that it belongs to the same run.
+        ``resume="fresh"`` begins a new run. An elastic run opens its store again after each death,
+        and must then find the checkpoints that it has saved. Therefore it gives the store its name,
+        by which the store recognises the run.
         """
         return resume == "fresh" and (self.name or True)
 
@@ -83,7 +86,7 @@ class Carried:
     def copies(self, store, step: int):
         """Return the object that copies the state to the nodes' memory from `step` on, or None.
 
-        It is a `MemoryCopies`. None means that the run makes no such copies.
+        The object is a `MemoryCopies`. None means that the run makes no such copies.
         """
         every, memory = self.group and self.group.settings.every, self.memory
         if not every or memory is None or getattr(store, "folder", None) != memory:
@@ -97,7 +100,8 @@ class Carried:
     def open(self, strategy, comm, asked, settings: Mapping):
         """Return the object that exchanges gradients, which `strategy` makes. Collective.
 
-        After the death of a rank, this object gets the kept state of the optimizer.
+        After the death of a rank, the returned object continues with the kept state of the
+        optimizer.
         """
         if self._facts is None:
             return strategy.open(comm, asked.model, asked.optimizer, **settings)
@@ -123,13 +127,14 @@ class Carried:
         run.resume(resume, retry_bad, handed)
 
     def interval_from(self, step: int) -> int:
-        """Return the step from which all workers count the steps to the next checkpoint."""
+        """Return the step from which all workers count their steps up to the next checkpoint."""
         return step
 
     def begin(self, exchange) -> None:
         """Prepare the exchange of gradients for the first step. Collective.
 
-        The exchange measures its cost (`price`) only once in a run, and not again after a death.
+        Some exchanges then measure their own cost (`price`). A run measures it once, and keeps the
+        figure after a death.
         """
         if self._facts is None:
             exchange.begin()
@@ -161,7 +166,7 @@ class Carried:
                     callback(report)
 
     def step_done(self, step: int) -> None:
-        """Show the other ranks that this rank has done `step` steps; evict (end) slow ranks.
+        """Tell the other ranks that this rank has done `step` steps; evict (end) slow ranks.
 
         Collective.
         """
@@ -171,14 +176,14 @@ class Carried:
                 self._slow.end_of_step()
 
     def end_steps(self) -> None:
-        """Show that this rank does no more steps, so that no other rank kills it as late."""
+        """Tell the other ranks that this rank does no more steps, so that none kills it as late."""
         if self.group is not None:
             self.group.watch.end_steps()
 
     # -- after a death -------------------------------------------------------------------
 
     def note_state(self) -> int:
-        """Keep the state of the run that a death has interrupted; return its step.
+        """Keep the state of the run that a death has interrupted; return its number of steps.
 
         Returns -1 if this rank had not begun its steps.
         """
@@ -195,9 +200,9 @@ class Carried:
         return -1 if self._facts is None else self._facts["step"]
 
     def state(self) -> dict:
-        """Return the kept state as nested dicts of arrays, and one text, for `peer_state`.
+        """Return the kept state as nested dicts of arrays, and one text.
 
-        `peer_state` sends it to the ranks that are behind.
+        The module `peer_state` sends this state to the ranks that have done fewer steps.
         """
         model, optimizer = self.given["model"], self.given["optimizer"]
         if self._optimizer_state is None:
@@ -212,10 +217,10 @@ class Carried:
         return self._sent
 
     def bring_up_to_date(self, comm, step: int) -> int:
-        """Give all ranks of `comm` the state of the newest rank; return its step. Collective.
+        """Give all ranks of `comm` the newest state; return its number of steps. Collective.
 
-        The newest rank has done the most steps. `step` is the number of steps that this rank has
-        done, or `peer_state.NOTHING` (-2) if this rank has no state.
+        The newest state is that of a rank that has done the most steps. `step` is the number of
+        steps that this rank has done, or `peer_state.NOTHING` (-2) if this rank has no state.
         """
         before = self.step
         newest = peer_state.bring_up_to_date(comm, self.state(), step)
@@ -228,7 +233,8 @@ class Carried:
         """Raise RankFailure on all ranks if the run cannot go on with only the living `ranks`.
 
         `ranks` are numbers in the communicator with which the run began. This method raises
-        nothing, because replicas can go on with any ranks; subclasses override it.
+        nothing: each rank has the whole model, so any living ranks can go on. Subclasses, for other
+        strategies, override it.
         """
 
 
@@ -243,7 +249,7 @@ class TrainingGroup(Group):
         carried.group = self
 
     def note_step(self) -> None:
-        """Keep the state of the run that a death has interrupted."""
+        """Keep the state of the run that a death has interrupted, so that it can continue."""
         self.step = self._carried.note_state()
 
     def _state_bytes(self) -> int:

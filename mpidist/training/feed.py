@@ -1,4 +1,4 @@
-"""Read, ahead of time, the good samples of this rank's part of each global batch."""
+"""Read the good samples of this rank's part of each global batch ahead of time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REJECTIONS = (ValueError, ArithmeticError, IndexError)
 
 
 def beside(batch: tuple, model) -> tuple:
-    """Copy a batch of host arrays to the device on which the model's parameters are; return it."""
+    """Return a batch as arrays on the device on which the model's parameters are."""
     like = next(iter(model.parameters.values()), None)
     xp = np if like is None else array_module(like)
     return batch if xp is np else tuple(xp.asarray(array) for array in batch)
@@ -36,8 +36,8 @@ class Feed:
     ----------
     source : Source
     run : Progress
-        The run for which samples are read. It has the position in the data, this worker's part of a
-        batch, and the list to which bad records are added.
+        The run for which samples are read. It knows the position in the data and this worker's part
+        of each batch, and has the list to which bad records are added.
     loading : Loading, optional
         How many bytes to read ahead, how fast, and how long to wait.
 
@@ -106,9 +106,9 @@ class Feed:
         return taken
 
     def undo(self) -> None:
-        """Restore the model's state (such as running means) to that before this step.
+        """Restore the model's state (such as running means) from before this step.
 
-        Used if the step is discarded.
+        Called if the step is discarded.
         """
         for name, array in self._state.items():
             self.model.state[name][...] = array
@@ -132,8 +132,8 @@ class Feed:
     def _sift(self, batch: tuple, indices: np.ndarray, error: Exception) -> list[int]:
         """Give each sample alone to the model; return the positions of the accepted samples.
 
-        Raises `error` if the model accepts every single sample, or if it rejects all of several
-        samples, because the error is then in the model and not in a record.
+        Raises `error` if the model accepts each sample alone, or if it rejects all of several
+        samples: the fault is then in the model and not in a record.
         """
         gradients, _ = flat_views(self.model.parameters)
         bad: dict[int, BadRecord] = {}
@@ -150,9 +150,10 @@ class Feed:
         return [place for place in range(len(indices)) if place not in bad]
 
     def close(self) -> None:
-        """Stop reading; emit an event with bytes and time of all reads. A second call does nothing.
+        """Stop reading; emit an event with the bytes and the time of all reads.
 
-        If a step has begun but is not done, the model's state from before the step is restored.
+        If a step has begun but is not done, the model's state from before the step is restored. A
+        second call does nothing.
         """
         if self._closed:
             return

@@ -57,8 +57,8 @@ class Job:
     out
         The folder that the run writes to; by default `runs/` followed by the name of the model.
     checkpoint_every
-        How often to save: a number of steps, a time such as "10m", or "auto"; by default once per
-        epoch.
+        How often to save a checkpoint: a number of steps, a time such as "10m", or "auto"; by
+        default once per epoch.
     keep
         How many checkpoints to keep.
     local
@@ -68,20 +68,20 @@ class Job:
         Save a checkpoint and stop after this number of steps, counted from the beginning of the
         run.
     microbatches
-        Cut every global batch into this number of pieces. The results then have the same bits on
-        any number of ranks.
+        Into how many pieces every global batch is cut. The results then have the same bits on any
+        number of ranks.
     check_replicas
         Compare the parameters of all ranks each time this many steps are done.
     time_limit
         Save a checkpoint and stop after this number of seconds; with "auto", before the Slurm
         allocation ends.
     patience
-        Save a checkpoint and stop when the mean loss of this many steps is not below all earlier
-        means.
+        Compute the mean loss of each group of this many steps. Save a checkpoint and stop when such
+        a mean is not below all earlier means.
     max_bad
-        Share of the records that may be bad. Bad records are skipped, counted and listed.
+        Fraction of the records that may be bad. Bad records are skipped, counted and listed.
     retry_bad
-        Whether a resumed run reads the records again that the checkpoint lists as bad.
+        Whether a resumed run reads those records again that the checkpoint lists as bad.
     loading
         A table of settings for reading ahead, and for sources that do not answer.
     elastic
@@ -138,8 +138,8 @@ def read_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
     """Read a job file, and then replace values by the ``key=value`` texts in `settings`.
 
     Raises ConfigError for a file that cannot be read, for text that is not TOML, for unknown keys,
-    and for values of the wrong kind. For an unknown key, the error names the most similar known
-    key.
+    and for values of the wrong kind. For an unknown key, the error names the most similar key that
+    exists.
     """
     path = Path(path)
     try:
@@ -305,7 +305,7 @@ def build_run(job: Job, ranks: int | None) -> Parts:
 
 
 def _first_good(source) -> tuple:
-    """Return the first good record as a batch; the run would skip the bad records before it."""
+    """Return the first good record as a batch; bad records before it are left out."""
     from ..data import BadRecordFilter
 
     reader = BadRecordFilter(source)

@@ -1,14 +1,13 @@
-"""The list of bad records, which all ranks skip and count; too many bad records stop the run.
+"""The list of bad records, which all ranks leave out; too many bad records stop the run.
 
     rank 0   take 4 5 6      good         | flag 0 |           receives: 8 is bad
     rank 1   take 7 8 9      8 is broken  | flag 1 |  agree    sends: 8, and why
                                     reduction of the step
 
-A rank that finds a bad record continues with its other samples, and sets a flag. Every step reduces
-the bad-record flags of all ranks together with the gradients. If any rank has found a bad record,
-the ranks exchange the numbers of the bad records. The ranks then correct the mean of the gradients
-for the missing samples, and add the bad records to their lists. Later epochs leave the listed
-records out without reading them.
+A rank that finds a bad record continues with its other samples, and sets a flag. Every step sums
+the flags of all ranks together with the gradients. If a flag is set, the ranks exchange the numbers
+of the bad records. The ranks then correct the mean of the gradients for the missing samples, and
+add the bad records to their lists. Later epochs do not read the listed records.
 
 With parameter servers, the workers may be at different steps, so a worker that finds a bad record
 continues with its good samples. The workers of parameter servers exchange their bad records at each
@@ -54,10 +53,10 @@ class Quarantine:
     comm : MPI.Comm
         The workers; None on a dedicated server.
     source : Source
-        The source of the records. The list of bad records contains the attribute `name` of the
-        source, or its type if it has no name.
+        The source of the records. Each entry of the list names the source by its attribute `name`,
+        or by its type if it has no name.
     max_bad : float
-        The share of the records that may be bad.
+        The fraction of the records that may be bad.
     path : path-like, optional
         The file to which the list of bad records is written. Each line is a JSON object with
         source, index and reason.
@@ -85,7 +84,7 @@ class Quarantine:
             events.emit("bad_record", source=self.source, index=record.index, reason=record.reason)
 
     def end_of_step(self) -> None:
-        """Record that the step of the records found so far is done, and will not be repeated."""
+        """Record that this step is done: the bad records found so far will not be found again."""
         self.whole = len(self.found)
 
     @property

@@ -3,8 +3,8 @@
     mpidist: resumed from step 1120 (saved by 4 ranks), 1130 to go
     mpidist: optimizer.lr: 0.02 when saved, 0.5 now
 
-Each checkpoint contains the settings as text, in the form in which `settings.py` compares the
-settings of all ranks.
+Each checkpoint contains the settings of its run as text, in the form in which `settings.py`
+compares the settings of the ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def kept(words: Mapping[str, str]) -> dict[str, str]:
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Return a line of text for each setting that differs between `old` and `new`. Pure."""
+    """Return a line of text for each setting that differs between `old` and `new`."""
     lines: list[str] = []
     tables: list[str] = []
     for name in dict.fromkeys((*new, *old)):
@@ -70,7 +70,7 @@ def _whole(words: Mapping[str, str], name: str) -> str:
 
 
 def checkpoints_there(resume: bool | str, path: str, last: int) -> ConfigError:
-    """Return the error of a run that must begin anew, but finds checkpoints up to step `last`."""
+    """Return the error for a run that must begin anew, but finds checkpoints up to step `last`."""
     given = "resume='fresh' (--fresh)" if resume else "resume=False (--no-resume)"
     cure = "resume='fresh' (--fresh) ignores them, or choose another folder"
     if resume:
@@ -79,7 +79,7 @@ def checkpoints_there(resume: bool | str, path: str, last: int) -> ConfigError:
 
 
 def save_failure(error: Exception, step: int | None, store) -> str:
-    """Return the text of `error`, with the step and the folder of the save that has failed.
+    """Return the text of `error`, with the step and the folder that could not be saved.
 
     `step` is None if it is not known.
     """
@@ -90,7 +90,7 @@ def save_failure(error: Exception, step: int | None, store) -> str:
 
 
 def not_saved(failure: str, newest: int | None, goes_on: bool = True) -> str:
-    """Return the text about a failed save, and what to do.
+    """Return a text that says that a save has failed, and what to do.
 
     `failure` is the text of `save_failure`, and `newest` the newest saved step, or None if it is
     not known. `goes_on` says whether the run continues.

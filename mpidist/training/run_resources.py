@@ -1,7 +1,7 @@
 """Context managers for a whole run: the store, the watch for hangs, the report of an error.
 
-The context managers of this module call no collective operation when an exception has ended the run
-on this rank, because each of the other ranks may be waiting in another call.
+If an exception has ended the run on this rank, the context managers of this module call no
+collective operation, because the other ranks may be waiting in other calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..runtime.ulfm import is_death
 
 
 def watched(comm, seconds: float):
-    """Return a context manager that watches this run for hangs. Collective over `comm`.
+    """Return a context manager that ends this run if it hangs. Collective over `comm`.
 
     A watch needs a folder that all hosts share. If there is no such folder, the run continues
     without a watch, and prints a note.

@@ -1,4 +1,4 @@
-"""The state of a training run: step, position and losses, and how they are saved and restored."""
+"""The state of a training run (step, position, losses): how it is saved and restored."""
 
 from __future__ import annotations
 
@@ -130,21 +130,21 @@ class Progress:
         self.position = after
 
     def start_loop(self, last: int) -> None:
-        """Start the clock for the samples per second; step `last` will end the run."""
+        """Note the time at which the steps begin. The run will end with step `last`."""
         self.last = last
         heartbeat.note_steps(self.step)
         self.loop_began = time.perf_counter()
 
     def end_loop(self) -> None:
-        """Stop the clock for the samples per second, after the last step."""
+        """Note the time at which the steps end, to compute the samples per second."""
         self._ending = True
         self.loop_seconds = time.perf_counter() - self.loop_began
 
     def train_loss(self) -> float:
         """Return the mean loss per sample since the last epoch began. Collective over the workers.
 
-        If the exchange is synchronous, all ranks have the same global losses, and no sum over the
-        ranks is needed.
+        If all ranks have the same global losses, as with `AllReduce`, the losses are not summed
+        over the ranks.
         """
         totals = np.array(self._losses, np.float64)
         if not self.exchange.synchronous:
@@ -154,7 +154,7 @@ class Progress:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self, saving: bool = True) -> dict:
-        """Return the state of the run for a checkpoint; a restore writes into the same arrays."""
+        """Return what a checkpoint saves; arrays are not copied. A restore writes into them."""
         state = {**self.exchange.state(saving)}
         if self.exchange.dedicated:
             return state
@@ -169,7 +169,7 @@ class Progress:
         return state
 
     def _facts(self) -> dict:
-        """Return the step, the position and the losses of the run as plain values."""
+        """Return the step, the position, the losses and more as plain values, for a checkpoint."""
         return {
             "step": self.step,
             **self.position.as_dict(),
@@ -206,9 +206,9 @@ class Progress:
         """Save a checkpoint of this step, unless it is already saved. Collective over the workers.
 
         With parameter servers, this method also makes the servers save their arrays. `pace` says at
-        which steps to save; if it is given, a run with allreduce saves in the background. Without
-        `pace`, the state is on stable storage when this method returns; if saving has failed,
-        `saved_step` is None.
+        which steps to save. If `pace` is given, a run with allreduce saves in the background.
+        Without `pace`, the state is on stable storage when this method returns, or saving has
+        failed and `saved_step` is None.
         """
         if self.store is None:
             return
@@ -243,7 +243,7 @@ class Progress:
     def hand_over(self) -> bool:
         """Leave the state for newly started ranks, if they ask for it. Collective.
 
-        Returns whether these ranks continue the run from this state; if not, the caller saves it.
+        Returns whether these ranks continue the run from this state. If not, the caller saves it.
         """
         memory = memory_folder()
         if memory is None or not hasattr(self.store, "let_go"):
@@ -274,10 +274,10 @@ class Progress:
                     handed_copy.remove_copy(memory, self.store.path)
 
     def _saves(self, work: Callable[[], None], quiet: bool = False) -> None:
-        """Call `work`, which uses the store; print a StorageError and continue. Collective.
+        """Call `work`, which uses the store; print a StorageError that it raises. Collective.
 
-        The checkpoint store raises a StorageError on all ranks. After such an error, the run
-        continues, and saves again at the next checkpoint. With `quiet`, nothing is printed.
+        The checkpoint store raises a StorageError on all ranks. The run then saves again at the
+        next checkpoint. With `quiet`, nothing is printed.
         """
         try:
             work()
@@ -343,8 +343,8 @@ class Progress:
 
         `resume` and `retry_bad` are arguments of `md.train`. The argument `resume` says whether a
         checkpoint is required, allowed or forbidden. With `retry_bad`, the run reads the records
-        again that the checkpoint lists as bad. `handed` says where the job's previous start has
-        left the state: see `hand_over.wait_for_turn`.
+        again that the checkpoint lists as bad. `handed` says where the ranks that ran this job
+        before have left their state: see `hand_over.wait_for_turn`.
         """
         if self.store is None:
             return
@@ -387,7 +387,7 @@ class Progress:
         events.emit("resumed", step=self.step)
 
     def _take(self, facts: Mapping, retry_bad: bool = False) -> None:
-        """Continue from the values that `_facts` has returned. Collective."""
+        """Continue from the values that `_facts` returned when they were saved. Collective."""
         self.step, self.position = int(facts["step"]), Position.from_dict(facts)
         # The saved position is only valid in the order in which the saving run used the samples.
         self.sampler.set_shuffle(facts["shuffle"])
@@ -402,7 +402,7 @@ class Progress:
     # -- the end -----------------------------------------------------------------------
 
     def agree_on_the_end(self, watcher) -> None:
-        """If the run ends early (bad loss, stop), raise the error for that. Collective."""
+        """If the run ends early (bad loss, stop), raise the error that says why. Collective."""
         mine = [self.step, self.bad, self.stopping, self.quarantine.full, not self.in_time]
         everyone = run_on_all(self.comm, "md.train: the end", lambda: mine, list)
         self.step, bad, stopping, full, late = (
@@ -439,7 +439,7 @@ class Progress:
 
 
 def without_losses(facts: Mapping) -> dict:
-    """Return the result of `facts_to_carry` without losses: for a worker that did no steps yet."""
+    """Return `facts` of `facts_to_carry` without losses, for a worker that did no steps yet."""
     new = {"_losses": [0.0, 0], "_losses_of": -1}
     more = [new.get(*each) for each in zip(_CARRIED, facts["more"], strict=True)]
     return {**facts, "more": more}

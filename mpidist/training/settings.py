@@ -127,7 +127,8 @@ def _refuse_settings(everyone: list) -> None:
 def _refuse_data(everyone: list) -> None:
     """Raise MismatchError if a record differs between ranks but not between two reads on one rank.
 
-    A source that changes its samples at random returns other values at each read; it is allowed.
+    If each read of a record gives other values (a source that changes its samples at random), no
+    error is raised.
     """
     text = records.differing([one for one, _ in everyone])
     if text is not None and all(again for _, again in everyone):
@@ -178,10 +179,10 @@ def checked(
 
 
 def import_modules(strategy, checkpoint, elastic: Elastic | None) -> None:
-    """Import the modules that the run uses. If an import fails on one rank, all ranks must know.
+    """Import the modules that the run uses, so that all ranks learn if an import fails on one.
 
-    Functions import these modules where they use them, because most runs do not need them. There,
-    the other ranks would already wait for this rank.
+    Otherwise these modules are imported when a function first needs them, and an error there would
+    leave the other ranks waiting for this rank.
     """
     names = [f".exchanges.{name}" for name in getattr(strategy, "modules", ())]
     if isinstance(checkpoint, str | os.PathLike):
@@ -261,7 +262,7 @@ def _kind(value) -> str:
 
 
 def _parts(value) -> Iterable[tuple[str, Any]]:
-    """Return an object's `settings`, or its dataclass fields, or its attributes of plain types."""
+    """Return an object's attribute `settings`, its dataclass fields, or its plain attributes."""
     settings = getattr(value, "settings", None)
     if isinstance(settings, Mapping):
         return settings.items()
@@ -294,7 +295,7 @@ def _model(model, in_parts: bool) -> Iterator[tuple[str, str]]:
 
 
 def _rates(optimizer) -> Iterator[tuple[str, str]]:
-    """Yield a setting that shows the effect of a learning rate that is a function.
+    """Yield a setting that differs if ranks have different functions as learning rates.
 
     A function has no settings that could be compared. Instead, the ranks compare some updates that
     the optimizer computes with this learning rate.

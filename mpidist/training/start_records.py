@@ -1,4 +1,4 @@
-"""Records of each start of a run: a copy of the job file, and the command that was used.
+"""Records of each start of a run: a copy of the job file, and the command of the start.
 
     runs/digits/starts/0001.toml   0001.json      the first start
     runs/digits/starts/0002.toml   0002.json      the run was resumed, perhaps on another day

@@ -33,9 +33,11 @@ class AllReduce:
     Parameters
     ----------
     algorithm : str
-        How `md.allreduce` adds the gradients, such as "auto" (the fastest) or "ring".
+        The algorithm by which `md.allreduce` adds the gradients, such as "auto" (the fastest) or
+        "ring".
     reproducible : bool
-        Whether the sums have the same bits for any algorithm, MPI library and nodes.
+        Whether the sums have the same bits with any algorithm, any MPI library and any distribution
+        of the ranks over nodes.
     bucket_bytes : int or "auto"
         Size of the buckets in which gradients are sent between nodes.
     overlap : bool
@@ -107,7 +109,10 @@ STRATEGIES = {
 
 
 def maker(name: str):
-    """Return what makes the strategy `name` of a job file; raise ConfigError for a wrong name."""
+    """Return the class or function that makes the strategy `name`.
+
+    `name` is from a job file; a wrong name raises ConfigError.
+    """
     module, kind = look_up(STRATEGIES, name, "strategy")
     return getattr(import_module(f"{__package__}.{module}"), kind)
 

@@ -16,10 +16,11 @@ from .run_state import Progress
 class Summary:
     """The result of `md.train`: accuracy, losses, times, and a digest of the parameters.
 
-    `step_times` has the share of communication in the time of the steps, and a histogram of the
-    times of steps for each worker, see `fault_tolerance.communication_share.summarize_steps`. If
-    ranks have died, `step_times` covers only the steps since the last death. Times are wall-clock
-    times. `rank_hours` is the wall-clock time in hours, multiplied by the number of ranks.
+    `step_times` has the fraction of the steps' time that was communication, and for each worker a
+    histogram of the times of its steps, see `fault_tolerance.communication_share.summarize_steps`.
+    If ranks have died, `step_times` covers only the steps since the last death. All times are
+    wall-clock times. `rank_hours` is the wall-clock time in hours, multiplied by the number of
+    ranks.
     """
 
     test_accuracy: float | None

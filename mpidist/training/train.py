@@ -1,4 +1,4 @@
-"""``md.train``: the training loop; all functions that it calls can also be used on their own."""
+"""``md.train``: the training loop."""
 
 from __future__ import annotations
 
@@ -119,11 +119,11 @@ def train(
         Compute the mean loss of each group of this many steps. Save a checkpoint and stop when such
         a mean is not below all earlier means. AllReduce only.
     max_bad : float
-        Share of the records that may be bad. Bad records are skipped, counted and listed. If a
-        larger share is bad, the run saves a checkpoint and stops. See docs/data.md.
+        Fraction of the records that may be bad. Bad records are skipped, counted and listed. If a
+        larger fraction is bad, the run saves a checkpoint and stops. See docs/data.md.
     retry_bad : bool
-        Whether to read the records again that the checkpoint lists as bad, because they have been
-        repaired.
+        Whether to read those records again that the checkpoint lists as bad, for example after they
+        were repaired.
     quarantine : path
         File for the list of bad records, as JSON lines.
     loading : data.Loading
@@ -144,9 +144,10 @@ def train(
     elastic : Elastic or bool
         Whether the run goes on with the living ranks after ranks have died, see docs/elastic.md.
         True stands for ``md.Elastic()``. The job must be started by ``mpirun --with-ft ulfm`` of
-        Open MPI. `checkpoint` must be a path or a function, because the living ranks open a new
-        store after a death. With parameter servers, give `checkpoint`, from which the parameters of
-        a dead server are restored, or let servers keep copies: ``ParameterServer(replicas=1)``.
+        Open MPI, which lets MPI calls go on after a death. `checkpoint` must be a path or a
+        function, because the living ranks open a new store after a death. With parameter servers,
+        give `checkpoint`, from which the parameters of a dead server are restored, or let servers
+        keep copies: ``ParameterServer(replicas=1)``.
 
     Returns
     -------
@@ -198,7 +199,7 @@ def train(
 
 
 def pass_over(run: Progress, exchange, sampler) -> int:
-    """Skip the steps that the other workers have done without this worker; return their number.
+    """Skip steps that the other workers have done without this worker; return how many.
 
     Workers skip steps only under `BackupWorkers`. All workers stop after the same step, and no
     worker goes beyond it. So if the other workers have stopped at the step to which this worker has

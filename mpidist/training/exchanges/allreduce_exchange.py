@@ -1,9 +1,9 @@
 """How the strategy `AllReduce` exchanges gradients: each step averages them over all ranks.
 
-Each rank has a replica (a copy) of the whole model, and updates it with the averaged gradients.
-The loss and the request to stop are reduced in the same vector as the gradients. Therefore a step
-needs exactly one reduction inside a node, however many tensors there are, and one reduction
-per bucket (a part of the vector) between nodes. The vector contains:
+Each rank has a replica (a copy) of the whole model, and updates it with the averaged gradients. The
+gradients of all tensors, the loss and a rank's request to stop are in one vector. Inside a node, a
+step sums this whole vector with one reduction. Between nodes, the vector is cut into buckets
+(parts), and each bucket needs one reduction. The vector contains:
 
     [ dense3.b | dense3.w | ... | conv1.w | loss | stop ]    scaled by local / global samples
 """
@@ -120,11 +120,10 @@ class Replicas(WholeModel):
         return check_loss(self.model.loss_and_gradients(batch, gradients, *more))
 
     def _add_up(self, batch, samples: int) -> float:
-        """Compute the mean gradients of `batch` in `accumulate` parts; return the mean loss.
+        """Compute the mean gradients of `batch`, cut into `accumulate` parts; return the mean loss.
 
-        The parts are computed one after the other. Nothing is exchanged before the last part.
-        During the last part, a gradient is final as soon as this part's gradient is added to it,
-        and may then be sent.
+        The model computes the gradients of one part after the other. Gradients are sent only during
+        the last part: each one as soon as the last part's gradient is added to it.
         """
         bounds = BlockPartition(samples, min(self.accumulate, samples)).bounds()
         last, total = len(bounds) - 2, 0.0
@@ -160,10 +159,9 @@ class Replicas(WholeModel):
         return float(self.exchange.extras[0]), bool(self.exchange.extras[1] > 0)
 
     def rescale(self, factor: float) -> None:
-        """Multiply the reduced gradients by a factor, which corrects the mean for samples left out.
+        """Multiply the averaged gradients by `factor`, to correct the mean for samples left out.
 
-        Call this method if the flag that `reduce` has returned is true, and the gradients of the
-        step are used.
+        Call this method if `reduce` has returned a true flag, and if the step is not discarded.
         """
         for gradient in self.gradients.values():
             gradient *= factor
@@ -171,7 +169,7 @@ class Replicas(WholeModel):
     def order(self) -> dict[str, int]:
         """Return the order in which the backward pass finishes gradients: {name: number}, or {}.
 
-        It is empty if the order is not known.
+        The dict is empty if the order is not known.
         """
         return {name: k for k, name in enumerate(self.exchange.order or [])}
 
@@ -184,7 +182,7 @@ class Replicas(WholeModel):
             self.exchange.arrange(sorted(order, key=order.__getitem__))
 
     def hidden(self) -> float | None:
-        """Return the fraction of the exchange's time that was hidden behind the backward pass."""
+        """Return the fraction of the exchange's time that passed during the backward pass."""
         return self.exchange.hidden()
 
     def update(self) -> None:
@@ -225,7 +223,7 @@ class Replicas(WholeModel):
             context.escaped(error)  # unless `Gradients.ready` has sent it
 
     def lost(self, error: BaseException) -> None:
-        """Do nothing after the death of a rank: all buffers belong to the communicator."""
+        """Do nothing after a death: buffers that MPI may still write belong to `comm`."""
 
     def _let_go(self) -> None:
         self.exchange.abandon()

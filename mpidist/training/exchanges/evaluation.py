@@ -30,13 +30,16 @@ BLOCK = 4 << 20
 
 
 class WholeModel:
-    """Base class of exchanges whose workers have the whole model: methods for a run's summary."""
+    """Base class of exchanges whose workers have the whole model.
+
+    Its methods return what the summary of a run needs.
+    """
 
     workers: Any
     model: Any
 
     def evaluate(self, data) -> float:
-        """Return the share of samples that the model classifies correctly. Collective."""
+        """Return the fraction of samples that the model classifies correctly. Collective."""
         return evaluate(self.workers, self.model, data)
 
     def layout(self) -> dict | None:
@@ -56,7 +59,7 @@ class WholeModel:
 
 
 def evaluate(comm, model, data) -> float:
-    """Return the share of samples that `model` classifies correctly. Collective over `comm`.
+    """Return the fraction of samples that `model` classifies correctly. Collective over `comm`.
 
     A sample is correct if the largest score of the model is at the label of the sample. If a sample
     has several labels (each 0 or 1), the label at the largest score must be 1. Bad records are left
@@ -84,8 +87,9 @@ def evaluate(comm, model, data) -> float:
 def check_test_data(model, data) -> None:
     """Raise ConfigError if the model does not give class scores for the first two test samples.
 
-    Two, because a model may drop an axis of length 1. A sample that is a bad record is not checked.
-    Arrays in ``model.state`` are as before afterwards.
+    It uses two samples, because with one sample a model may drop the axis of length 1. A sample
+    that is a bad record is not checked. The arrays in ``model.state`` (such as running means) are
+    restored.
     """
     source = as_source(data)
     if not len(source):
@@ -143,7 +147,7 @@ def parameters_digest(parameters: dict) -> str:
 def add_to_digest(total, name: str, array) -> None:
     """Add one parameter to the hash object `total`.
 
-    Call this in the order of the parameters' names.
+    Call this function in the order of the parameters' names.
     """
     host = array if array_module(array) is np else array.get()
     total.update(digest_header(name, host.dtype.str, host.shape))

@@ -1,11 +1,11 @@
-"""Add gradients for ``train(..., microbatches=V)``: the same bits on any number of ranks.
+"""Add gradients for ``train(..., microbatches=V)``: equal to the bit on any number of ranks.
 
 The global batch is cut into V pieces (microbatches). A sample's piece depends only on its position
 in the batch, and not on the number of ranks. A rank calls the model once for each piece, so that
 the matrix products of a piece have the same shapes on any number of ranks. If the model has the
 method `piece_gradients`, one call of this method computes several pieces of equal size. The
-gradients, loss and model state of a piece are multiplied by the share of the batch's samples that
-are in this piece. The results of all V pieces are added in the fixed order of a tree
+gradients, loss and model state of a piece are multiplied by the fraction of the batch's samples
+that are in this piece. The results of all V pieces are added in the fixed order of a tree
 (``collectives/schedules/fixed_tree.py``).
 
     global batch of 10, V = 4    0 1 2 | 3 4 5 | 6 7 | 8 9
@@ -77,7 +77,7 @@ class PieceReplicas(Replicas):
         return {}
 
     def hidden(self) -> None:
-        """Return None: nothing is sent while this rank computes, so no time can be hidden."""
+        """Return None: this rank sends nothing while it computes gradients."""
 
     def close(self) -> None:
         """Free the `PieceSum` objects, which add the gradients of the microbatches. Collective."""
@@ -85,7 +85,7 @@ class PieceReplicas(Replicas):
             sums.close()
 
     def _let_go(self) -> None:
-        """Do nothing, because this exchange has no thread that must be stopped."""
+        """Do nothing: this exchange has no thread that must be stopped."""
 
     def _bounds(self, count: int) -> list[int]:
         """Return the first sample of each microbatch of this rank, and the end of the last one."""
@@ -181,10 +181,8 @@ class PieceReplicas(Replicas):
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
         """Add the gradients of all ranks' microbatches; return (global mean loss, flag).
 
-        Collective over `comm`. The flag is true if `stop` is true on any rank.
-
-        `compute` has stored the losses in the same vector as the gradients, so the argument `loss`
-        is not used.
+        Collective over `comm`. The flag is true if `stop` is true on any rank. The argument `loss`
+        is not used, because `compute` has stored the loss beside the gradients.
         """
         self._exchange(stop)
         first = self.flat[0]
@@ -195,7 +193,7 @@ class PieceReplicas(Replicas):
         return loss, flag
 
     def rescale(self, factor: float) -> None:
-        """Multiply reduced gradients and the model's new state, to correct for samples left out."""
+        """Multiply gradients and new model state by `factor`, to correct for samples left out."""
         super().rescale(factor)
         self._leave_state(factor)
 
@@ -245,9 +243,9 @@ def together(model, most: int) -> int:
     """Return how many pieces (microbatches) one call of the model may compute, at most `most`.
 
     The result is 1 for a model without `piece_gradients`. The result is 1 for a model with state,
-    because each piece must start from the state before the step. The result is also 1 on a
-    GPU: there a library may use one kernel for a single matrix product and another kernel for
-    several, whose products may differ in their last bits.
+    because each piece must start from the state before the step. The result is also 1 on a GPU,
+    because a library may compute a single matrix product and several products with different
+    kernels, whose results may differ in the last bits.
     """
     parameters = list(model.parameters.values())
     stateful = bool(getattr(model, "state", {}))

@@ -5,9 +5,9 @@
                          models that it receives (`mpidist.peers`)
     checkpoint, end      parameters and optimizer states are averaged over all ranks
 
-After an average over all ranks the models are equal, and the rounds start again with round 0. So a
-checkpoint has one model, and any number of ranks and any strategy can restart from it. A run that
-is resumed from a checkpoint continues exactly as the run that saved it.
+After an average over all ranks the models are equal, and the rounds are counted from 0 again.
+Therefore a checkpoint has one model, from which any number of ranks and any strategy can start. A
+run that is resumed from a checkpoint continues exactly as the run that saved it.
 
 Ranks may be at different steps. If a rank is asked to stop, `Agreement` finds a step that no rank
 has passed, and all ranks stop after this step. While a rank waits, it answers the messages of
@@ -50,8 +50,9 @@ _ended: list = []
 class Peers(WholeModel):
     """Train this rank's model, and average it with models of other ranks. Collective over `comm`.
 
-    `plan` says which ranks exchange models in each round, and a round comes after `every` steps.
-    `bound` is the number of rounds by which a model may arrive late, or None for any number (ASP).
+    `plan` says which ranks exchange models in each round. There is a round after each `every`
+    steps. `bound` is the number of rounds by which a model may arrive late, or None for any number
+    (ASP).
     """
 
     dedicated = False
@@ -105,7 +106,7 @@ class Peers(WholeModel):
     def compute(self, feed, indices) -> tuple[float, int]:
         """Compute the gradients of this rank's samples; return (their mean loss, their number).
 
-        While this rank waits for data, it answers the other ranks.
+        While this rank waits for data, it answers other ranks that want to stop.
         """
         start, stop = self.part(len(indices))
         mine = indices[start:stop]
@@ -136,7 +137,7 @@ class Peers(WholeModel):
         return loss, self.agreement.at(self.steps + 1, bool(stop))
 
     def update(self) -> None:
-        """Update this rank's model; after every `every` steps, average it with peers."""
+        """Update this rank's model; after each `every` steps, average it with peers."""
         if self._factor:
             if self._factor != 1:
                 for gradient in self.gradients.values():
@@ -185,8 +186,9 @@ class Peers(WholeModel):
     def save_point(self, step: int) -> None:
         """Before a checkpoint, give all ranks the mean of their models. Collective.
 
-        Raises MpidistError on all ranks if a rank's loss was not finite, and the mean of the models
-        is not finite either. It must not be saved, because each resumed run would begin with it.
+        Raises MpidistError on all ranks if a rank's loss was not finite and the mean of the models
+        is not finite either. Such a mean must not be saved, because each resumed run would begin
+        with it.
         """
         self._meet()
         bad = run_on_all(self.comm, "md.train: losses", lambda: self._bad, any)
@@ -207,12 +209,12 @@ class Peers(WholeModel):
     def peer_facts(self) -> dict | None:
         """Return statistics of the averages with peers, for the summary of the run. Collective.
 
-        `rounds` is the number of rounds of a rank. `messages` is the number of messages that all
-        ranks have sent, and `skipped` the number of messages that were left out because a peer was
-        slow. `oldest` is the largest number of rounds by which a model was late. `apart` says how
-        far apart the models were before the last average over all ranks: the distance of the models
-        from their mean, divided by the norm of the mean. `apart` is None if this number is not
-        finite, because JSON has only finite numbers.
+        `rounds` is the largest number of rounds that a rank has done. `messages` is the number of
+        messages that all ranks have sent, and `skipped` the number of messages that were left out
+        because a peer was slow. `oldest` is the largest number of rounds by which a model was late.
+        `apart` says how far apart the models were before the last average over all ranks: the
+        distance of the models from their mean, divided by the norm of the mean. `apart` is None if
+        this number is not finite, because JSON has only finite numbers.
         """
         mine = self.messages
         found = self.rounds, mine.sent, mine.skipped, mine.oldest
@@ -226,7 +228,7 @@ class Peers(WholeModel):
         return {**facts, "apart": self._apart if np.isfinite(self._apart) else None}
 
     def _meet(self) -> None:
-        """Average parameters and optimizer over all ranks, if they may differ. Collective."""
+        """Average parameters and optimizer states of all ranks, if they may differ. Collective."""
         with self.context.call("md.train: average"):
             self._begin("average of all ranks")
             self._wait(tester(self.private.Ibarrier()))
@@ -256,7 +258,7 @@ class Peers(WholeModel):
         self.context.wait(answering)
 
     def wait(self, test: Callable[[], bool]) -> None:
-        """Wait until ``test()`` is true; meanwhile, answer messages of the other ranks."""
+        """Wait until ``test()`` is true; meanwhile, answer other ranks that want to stop."""
         self.agreement.wait(test)
 
     def _attend(self) -> bool:

@@ -23,16 +23,16 @@ class PeerAverage:
     Parameters
     ----------
     graph : str, sequence of sequences of int, or function
-        Which ranks average with each other: "all", "ring", "butterfly" or "halton"; or a sequence
-        that has, for each rank, the ranks to which it sends its model; or a function of (rank,
-        number of ranks, round) that returns these ranks. It is an error if the graph does not
-        connect all ranks.
+        Which ranks average their models with each other: "all", "ring", "butterfly" or "halton"; or
+        a sequence that has, for each rank, the ranks to which it sends its model; or a function of
+        (rank, number of ranks, round) that returns these ranks. It is an error if the graph does
+        not connect all ranks.
     every : int
         The number of steps from one average to the next.
     consistency : BSP, SSP, ASP or int
-        Under BSP, a rank waits for the models of this round. Under ``SSP(n)``, or with the number
-        n, models may be n rounds late. Under ASP, a rank never waits, and uses the models that have
-        arrived.
+        Under BSP, a rank waits for its peers' models of this round. Under ``SSP(n)``, or with the
+        number n, models may be n rounds late. Under ASP, a rank never waits, and uses the models
+        that have arrived.
     """
 
     modules: ClassVar[tuple[str, ...]] = ("peer_exchange",)

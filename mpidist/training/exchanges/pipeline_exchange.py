@@ -1,4 +1,4 @@
-"""How `Pipeline` trains: each rank has some layers, and the microbatches pass through the ranks.
+"""How `Pipeline` trains: each rank has some layers; microbatches pass from rank to rank.
 
     records      read by the ranks with the first layers (inputs) and with the last layers (labels)
     agreement    one small allreduce: does a rank have a bad record, or no records yet?
@@ -7,11 +7,13 @@
     update       each rank updates its own parameters
 
 A bad record is left out before its microbatch enters the pipeline. The gradients of the
-microbatches are added in the same tree as with ``AllReduce`` and ``microbatches=``, so the
-parameters have the same bits. With "pipedream", the optimizer instead makes an update for each
-round of microbatches. The pipeline is then not emptied between steps, but only at a checkpoint and
-at the end. A checkpoint has the same arrays as with `AllReduce`. So a run can restart from a
-checkpoint with any cuts and replicas, and with `AllReduce`.
+microbatches are added in the same order (a fixed tree) as with ``AllReduce`` and ``microbatches=``,
+so the parameters have the same bits. With "pipedream", the optimizer instead makes an update for
+each round of microbatches. Microbatches then stay in the pipeline between steps. The pipeline is
+emptied only at a checkpoint, at the end, and where the setting `flush` says so.
+
+A checkpoint has the same arrays as with `AllReduce`. Therefore a run can restart from a checkpoint
+with any cuts and replicas, and with `AllReduce`.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class Untimed:
 
 
 class Stages:
-    """Train a model in stages. Collective over `comm`.
+    """Train a model in stages (groups of layers, each on its own ranks). Collective over `comm`.
 
     Parameters
     ----------
@@ -67,8 +69,8 @@ class Stages:
     choice : CutChoice
         Where the model is cut, and why there.
     order : list of int, optional
-        The rank of each replica of each stage, counted stage by stage. By default, these ranks are
-        0, 1, 2 and so on.
+        The rank of each replica (copy) of each stage, counted stage by stage. By default, these
+        ranks are 0, 1, 2 and so on.
     """
 
     dedicated = False
@@ -134,7 +136,7 @@ class Stages:
         return 0.0, len(labels)
 
     def _reject(self, feed, taken, mine) -> None:
-        """Note the records whose labels the model would reject."""
+        """Record as bad those records whose labels the model would reject."""
         classes = getattr(self.model, "classes", None)
         labels = taken.batch[-1]
         if classes is None or not self.stage.reads_labels or labels.ndim != 1:
@@ -163,8 +165,9 @@ class Stages:
     def _without(self, missing: dict[int, int], indices, mine, taken):
         """Return this rank's samples without the bad ones, and the sizes of all microbatches.
 
-        `missing` are the bad records of all ranks, `indices` are the records of the whole batch,
-        and `mine` are the positions of this rank's samples, which are `taken`.
+        `missing` are the bad records of all ranks, and `indices` are the records of the whole
+        batch. `mine` are the positions of this rank's samples in the batch, and `taken` has these
+        samples.
         """
         bounds = BlockPartition(len(indices), self.stage.grid.microbatches).bounds()
         if not missing:
@@ -185,21 +188,21 @@ class Stages:
         return float(values[0]), bool(values[1] > 0)
 
     def rescale(self, factor: float) -> None:
-        """Multiply the gradients by a factor, which corrects the mean for samples left out."""
+        """Multiply the gradients by `factor`, which corrects the mean for samples left out."""
         for gradient in self.stage.gradients.values():
             gradient *= factor
 
     def _update_now(self, gradients: dict, parameters: dict, weight: float) -> None:
         """Update the parameters with the gradients of one round of microbatches.
 
-        `weight` is the weight of the round in the step.
+        `weight` is the weight of the round's gradients in the mean over the step.
         """
         self.optimizer.update(gradients, self.optimizer_state, parameters, weight)
 
     def update(self) -> None:
-        """Update the parameters of this stage; do nothing with "pipedream".
+        """Update the parameters of this stage.
 
-        With "pipedream", updates are made during the step.
+        With "pipedream" this method does nothing, because the updates are made during the step.
         """
         if self._at_once:
             return
@@ -221,9 +224,9 @@ class Stages:
     # -- the state -----------------------------------------------------------------------
 
     def state(self, saving: bool) -> dict:
-        """Return the arrays of this stage, without a copy: parameters and optimizer.
+        """Return this stage's parameters and optimizer state, without a copy.
 
-        Collective with `saving`, because all microbatches under way are finished first.
+        Collective if `saving` is true, because all microbatches in the pipeline are finished first.
         """
         if saving:
             self.stage.drain()
@@ -244,8 +247,9 @@ class Stages:
     def _facts_to_save(self) -> dict:
         """Return plain values for the checkpoint, equal on all ranks. Collective.
 
-        The values are the cuts with their profile, the measured seconds of a microbatch in each
-        chunk, and the numbers of updates of each stage.
+        The values are the cuts, the profile (measured times of the layers) from which they were
+        chosen, the measured seconds of a microbatch in each chunk (part of a stage), and how many
+        updates each stage has made.
         """
         stage, grid, choice = self.stage, self.stage.grid, self._choice
         known = stage.rank, (stage.stage, _counts(self.optimizer_state), stage.mean_times())
@@ -265,7 +269,7 @@ class Stages:
         return run_on_all(self.comm, "md.train: stages", lambda: known, together)
 
     def restored(self, state: Mapping) -> None:
-        """Continue the optimizer's count of updates from a checkpoint with the same stages."""
+        """Continue to count the optimizer's updates, if the checkpoint has the same stages."""
         facts, grid = state.get(ENTRY, {}), self.stage.grid
         if self._at_once and facts.get("replicas") == list(grid.replicas):
             for name, value in facts["counts"].get(str(self.stage.stage), {}).items():
@@ -282,7 +286,7 @@ class Stages:
         )  # fmt: skip
 
     def save_point(self, step: int) -> None:
-        """Before a checkpoint, finish all microbatches, and check that replicas are equal.
+        """Before a checkpoint, finish all microbatches; check that a stage's replicas are equal.
 
         Collective.
         """
@@ -297,7 +301,7 @@ class Stages:
         self.stage.drain()
 
     def evaluate(self, data) -> float:
-        """Return the share of samples that the model classifies correctly. Collective."""
+        """Return the fraction of samples that the model classifies correctly. Collective."""
         source, stage = as_source(data), self.stage
         careful = BadRecordFilter(source)
         hits = used = 0
@@ -320,8 +324,8 @@ class Stages:
     def layout(self) -> dict:
         """Return how the model is cut, and measurements of all ranks, for the summary. Collective.
 
-        docs/pipelines.md ("What a run reports") explains each entry. Each rank also logs the
-        computations of its newest step, for ``mpidist pipeline trace``.
+        docs/pipelines.md ("What a run reports") explains each entry. Each rank also logs what it
+        computed in its newest step, for ``mpidist pipeline trace``.
         """
         stage, grid = self.stage, self.stage.grid
         events.emit(EVENT, step=stage.steps, spans=stage.spans)
@@ -373,7 +377,7 @@ class Stages:
     # -- the end -------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free the memory and the communicators of the stage. Collective."""
+        """Free the memory and the communicators of this rank's stage. Collective."""
         self.stage.close()
         if self._ordered is not None and not of(self._ordered).failed:
             free(self._ordered)

@@ -5,12 +5,11 @@
                                    pull                x                 x
                                    local   x     x           x     x
 
-Each step adds its gradient to a sum. A push sends this sum to the parameter servers, as one mean
-gradient over all samples since the last push. In a step without a pull the worker applies its
-gradient to its own parameters. This local update uses an optimizer state of the worker's own, and
-gives the gradient the same weight as the servers do. A pull replaces the worker's parameters by the
-servers' parameters. If the worker still has gradients to push, the pulled parameters do not contain
-them.
+Each step adds its gradient to a sum. A push sends the parameter servers the mean gradient over all
+samples since the last push. In a step without a pull the worker applies its gradient to its own
+parameters. This local update uses the worker's own optimizer state. The gradient gets the same
+weight as on the servers. A pull replaces the worker's parameters by the servers' parameters. If the
+worker still has gradients to push, the pulled parameters do not contain them.
 
 Dean et al., "Large scale distributed deep networks", NIPS 2012.
 """
@@ -86,12 +85,12 @@ class RareExchange:
                 self._optimizer.update(scaled, self._state, self._parameters)
 
     def flush(self) -> None:
-        """Push the remaining gradients, and pull; then count steps as from the beginning.
+        """Push the remaining gradients, and pull; then count steps from 0 again.
 
         The servers count the finished steps of a worker (its clock), and accept one push of a
-        worker per step. The last step is already finished, so this push belongs to the next step.
-        The next step itself does not push: gradients are left only if `push_every` is at least 2,
-        and then the first step does not push.
+        worker per step. The last step is already finished, so this push uses the clock of the next
+        step. The next step does not push: gradients remain only if `push_every` is at least 2, and
+        then the first counted step does not push.
         """
         if self._samples:
             self._push()

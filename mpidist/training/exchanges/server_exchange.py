@@ -44,7 +44,8 @@ class Pending(NamedTuple):
     """A step of this worker of which a death has interrupted the push (the send of its gradients).
 
     `known` has the numbers of the servers that have received the gradients. `state` is the model's
-    state after the step, such as running means. If the worker had no samples, `gradients` is empty.
+    state after the step, such as running means. If the worker had no samples in this step,
+    `gradients` is empty.
     """
 
     loss: float
@@ -55,7 +56,9 @@ class Pending(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """With what this rank begins a run with parameter servers, or continues it after a death.
+    """The state with which this rank begins a run, or continues it after a death.
+
+    The run uses parameter servers.
 
     Attributes
     ----------
@@ -98,7 +101,7 @@ class Kept(NamedTuple):
     looked: int = 0
 
     def without_memory(self) -> Kept:
-        """Return the facts alone: an exchange has taken over the shards and the gradients."""
+        """Return the same facts without the shards and the gradients, to free their memory."""
         model = self.model and self.model._replace(shard=None, copy=None)
         return self._replace(model=model, pending=None)
 
@@ -201,7 +204,7 @@ class Served(WholeModel):
         return self._serve()
 
     def _share_state(self) -> None:
-        """Copy the model state (such as running means) of a worker to new workers. Collective."""
+        """Copy a worker's model state (such as running means) to workers that join. Collective."""
         begins = self.kept.model is None or self.kept.newcomer
         for array in getattr(self.model, "state", {}).values():
             received = array if begins else array.copy()
@@ -210,9 +213,9 @@ class Served(WholeModel):
     def part(self, count: int, step: int) -> tuple[int, int]:
         """Return (start, stop) of this worker's samples in a global batch of `count` samples.
 
-        `step` is the number of steps before this step. A batch is divided among the workers. After
-        a death, batches of which the fastest worker has already taken its part are still divided
-        among all workers that lived before the death.
+        `step` is the number of steps before this step. The living workers divide each batch among
+        them. But if the fastest worker had already taken its part of a batch before a death, this
+        batch stays divided among all workers that lived then.
         """
         for until, workers, worker in self.kept.shares:
             if step < until:
@@ -222,8 +225,8 @@ class Served(WholeModel):
     def compute(self, feed, indices) -> tuple[float, int]:
         """Compute the gradients of this worker's samples; return (their mean loss, their number).
 
-        If the data source does not answer, this worker waits without a time limit, and the others
-        continue. While this worker waits for data, it answers the requests of the other ranks.
+        If the data source does not answer, this worker waits without a time limit, and the other
+        workers continue. While this worker waits, it answers the requests of other ranks.
         """
         self._rebalance_shares()
         if self.pending is not None:
@@ -244,11 +247,11 @@ class Served(WholeModel):
         return loss, samples
 
     def _rebalance_shares(self) -> None:
-        """Rebalance the servers' shares of the model, if a check is due at this clock.
+        """Give slow servers smaller parts of the model, if a check is due after this step.
 
-        The check comes before all other work of a step, so the death of a rank in this call
-        interrupts no step. If the change is not possible (a lack of memory), the run goes on with
-        the present shares.
+        If the change is not possible, because memory is short, the parts stay as they are. This
+        method is called before all other work of a step, so a death in this call interrupts no
+        step.
         """
         clock, policy = self.client.finished, self._rebalance
         if policy is not None and clock > self.looked and clock % policy.every == 0:
@@ -294,7 +297,7 @@ class Served(WholeModel):
         return loss, self.agreement.at(self.client.finished + 1, bool(stop))
 
     def update(self) -> None:
-        """Send the servers the gradients of this step; fetch the parameters for the next step."""
+        """Send this step's gradients to the servers; fetch the parameters for the next step."""
         if self.elastic:
             self._state_after = {n: a.copy() for n, a in getattr(self.model, "state", {}).items()}
         self.sent = True  # a death before all answers have arrived interrupts this step
@@ -315,7 +318,7 @@ class Served(WholeModel):
     def passed_over(self) -> int:
         """Return how many steps this worker has skipped since the last call, because it was late.
 
-        Only under `BackupWorkers` does a worker skip steps. It may do so already when it first
+        Only under `BackupWorkers` does a worker skip steps. It may skip steps already when it first
         fetches the parameters, if other workers have made steps before.
         """
         before, self._skipped = self._skipped, self.client.skipped
@@ -326,7 +329,7 @@ class Served(WholeModel):
         return self.agreement.at(self.client.finished, False)
 
     def unfinished(self) -> Pending | None:
-        """Return the step of which this worker has begun, but not finished, the push; or None.
+        """Return the step whose push this worker has begun but not finished; None without one.
 
         To push is to send the gradients of a step to the servers.
         """
@@ -340,9 +343,9 @@ class Served(WholeModel):
 
         The parts are `Shard` objects, from which a checkpoint puts the whole arrays together.
 
-        Only the first server saves the scalar state of the optimizer, such as a step counter.
-        Scalars of the optimizer may differ in the last bit between servers, because each server
-        handles asynchronous pushes in its own order.
+        Only the first server saves the scalar state of the optimizer, such as a step counter,
+        because a checkpoint has one value. These scalars may differ in the last bit between
+        servers, since each server handles asynchronous pushes in its own order.
         """
         if not self.group.is_server:
             return {}
@@ -361,7 +364,7 @@ class Served(WholeModel):
         self.client.pull(out=self.model.parameters)
 
     def fill_copies(self) -> None:
-        """Before the training, copy each server's part of the model to the server with its copy.
+        """Before the training, copy each server's part of the model to another server.
 
         Collective over `comm`.
         """
@@ -396,8 +399,8 @@ class Served(WholeModel):
 
         Collective over the workers.
 
-        A worker that is a server too waits in a second barrier, and answers requests until the last
-        worker has pulled the parameters.
+        A worker that is also a server answers requests until the last worker has fetched the
+        parameters.
         """
         if self._rare is not None:
             self._rare.flush()
@@ -416,7 +419,7 @@ class Served(WholeModel):
         self.group.__exit__(type(error), error, error.__traceback__)
 
     def lost(self, error: BaseException) -> None:
-        """After the death of a rank, end this exchange; keep buffers that MPI may still write."""
+        """After a rank's death, end this exchange; keep buffers into which MPI may still write."""
         if self.agreement is not None:
             keep_alive(*self.agreement.memory())
         self.abandon(error)

@@ -27,9 +27,10 @@ class ParameterServer:
     Parameters
     ----------
     servers : int, sequence of int, mapping of int to float, or "auto"
-        The number of servers, which are the last ranks; or the list of the ranks that are servers;
-        or the share of the model that each server rank holds, such as ``{0: 1, 1: 1, 2: 4}``. With
-        "auto" all ranks are servers, with parts of the model that balance the traffic of the hosts.
+        The number of servers, which are then the last ranks; or the list of the ranks that are
+        servers; or the relative size of each server rank's part of the model, such as ``{0: 1, 1:
+        1, 2: 4}``. With "auto" all ranks are servers, and the sizes of their parts of the model are
+        chosen so that no host sends more bytes than needed.
     consistency : BSP, SSP, DSSP, ASP or BackupWorkers
         The consistency mode, which says how many steps one worker may be ahead of another.
     placement : str or sequence of int
@@ -39,26 +40,28 @@ class ParameterServer:
     nonfinite : "raise" or "drop"
         What happens to a push with a NaN or an infinity, see `ServerGroup.add`.
     stale : KeepStale, DropStale, ScaleStale, DelayCompensated or MomentumCorrected
-        What servers do with old gradients under ASP, SSP and DSSP. A mapping with ``name`` and
-        settings, such as ``{"name": "drop", "beyond": 16}``, is also allowed.
+        What servers do with old gradients under ASP, SSP and DSSP. A mapping with ``name`` and the
+        settings of that policy is also allowed: ``{"name": "drop", "beyond": 16}`` drops gradients
+        that are more than 16 steps old.
     replicas : 0 or 1
         With 1, each server also keeps a copy of another server's part of the model, so that an
-        elastic run goes on without a lost step if a server dies. Needs `elastic`, at least 2
-        servers, and twice the memory on servers; see docs/elastic.md.
+        elastic run goes on without a lost step if a server dies. This needs `elastic` of
+        `md.train`, at least 2 servers, and twice the memory on each server; see docs/elastic.md.
     push_every, pull_every : int
         Settings of Downpour SGD, for ASP, DSSP, and SSP with a staleness of at least 1. A worker
         adds up its gradients and pushes the sum every `push_every` steps, and pulls every
         `pull_every` steps. Between two pulls it updates its own copy of the parameters.
     changes : mapping or function, optional
-        Other modes from some steps on: a mapping such as ``{1000: md.ASP()}``, or a function of the
-        step. The function returns a mode, or None to keep the present mode. Each worker calls the
-        function in each step, and it must return the same mode on all workers. A run can change
-        between BSP, SSP, DSSP and ASP.
+        Changes of the consistency mode: a mapping such as ``{1000: md.ASP()}`` (ASP from step 1000
+        on), or a function of the step. The function returns a mode, or None to keep the present
+        mode. Each worker calls the function in each step, and it must return the same mode on all
+        workers. A run can change between BSP, SSP, DSSP and ASP.
     rebalance : "auto", int, Rebalance, or mapping, optional
-        After each `rebalance` steps ("auto": 100), measure how busy the servers are, and give slow
-        servers smaller shares, see `ServerGroup.rebalance`. By default, shares do not change.
+        After each `rebalance` steps ("auto": 100), the run measures how busy the servers are, and
+        gives slow servers smaller parts of the model; see `ServerGroup.rebalance`. By default, the
+        parts do not change.
     server_device : "cpu" or "gpu"
-        Where servers update the model, see `ServerGroup.add`.
+        Whether servers update the model on their CPU or GPU, see `ServerGroup.add`.
     checksums : bool
         Whether receivers check a CRC-32 of each message, see `ServerGroup`.
     """

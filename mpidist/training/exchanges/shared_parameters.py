@@ -7,7 +7,7 @@
 
 If two ranks read the same number and then both write it, one of the two changes is lost. Each rank
 has an optimizer state of its own. At a checkpoint and at the end the ranks wait for each other, and
-all ranks get the mean of these states.
+all ranks get the mean of their optimizer states.
 """
 
 from __future__ import annotations
@@ -122,8 +122,7 @@ class SharedParameters(Peers):
 def nonzero_rows(gradient: np.ndarray):
     """Return (rows, values) of the nonzero rows, or the whole gradient if many rows are nonzero.
 
-    The search reads the gradient once. An update of few rows then reads and writes only a small
-    part of the shared parameters.
+    If only some rows are updated, only these rows of the shared parameters are read and written.
     """
     if gradient.ndim == 0 or len(gradient) < _FEW_ROWS:
         return gradient

@@ -7,11 +7,11 @@
                    |           |          | ranks that share the layers named in `split`
     pipeline 1   rank 1 ---- rank 3
 
-Both pipelines train with the same microbatches. Each rank of a stage computes all layers that are
-not split, so these layers are computed twice, with the same bits. A split layer sums or gathers
-over the ranks that share it. A checkpoint has whole arrays: each rank saves its part as a `Shard`
-of the array. So a run can restart from a checkpoint with any other split, cuts and replicas, and
-with `AllReduce`.
+Both pipelines train with the same microbatches. Layers that are not split are computed on each rank
+of a stage, here on two ranks, with the same bits. Of a split layer each rank computes its part, and
+these ranks then sum or gather their results. A checkpoint has whole arrays: each rank saves its
+part as a `Shard` of the array. Therefore a run can restart from a checkpoint with any other split,
+cuts and replicas, and with `AllReduce`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BY_RANK = (
 
 
 class SplitStages(Stages):
-    """Train a model in stages, of which several ranks share some layers. Collective over `comm`.
+    """Train a model in stages whose large layers several ranks share. Collective over `comm`.
 
     Parameters
     ----------
@@ -53,14 +53,15 @@ class SplitStages(Stages):
     ways : int
         The number of ranks that share a layer. The size of `comm` is a multiple of it.
     plan : callable
-        ``plan(cuts)`` returns the grid of one of the pipelines.
+        ``plan(cuts)`` returns the `PipelineGrid` of one of the pipelines: its stages and replicas.
     cuts : sequence of int, or None
         The number of layers before each cut into stages. None if the cuts must be chosen by a
         measurement.
     parts, samples : int
-        For this measurement: the number of parts of the model, and of samples of a microbatch.
+        For this measurement: into how many parts the model is cut, and how many samples a
+        microbatch has.
     last : mapping or None
-        The measurements of the last run, from `pipeline_choice.last_run`.
+        What the last run has measured, from `pipeline_choice.last_run`.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class SplitStages(Stages):
             broadcast_parameters(self.sharers, self._shared())
 
     def _shared(self) -> dict:
-        """Return the parameters that are not split: all ranks of `sharers` have whole arrays."""
+        """Return the parameters that are not split, of which each rank has the whole arrays."""
         return {name: a for name, a in self.parameters.items() if name not in self._parts}
 
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
@@ -145,7 +146,7 @@ class SplitStages(Stages):
         return digest_of_parts(self.comm, self._as_shards(self.parameters))
 
     def close(self) -> None:
-        """Free the stage, and the communicators of the ranks that share layers. Collective."""
+        """Free the stage's memory, and the communicators of ranks that share layers. Collective."""
         super().close()
         for comm in (self.sharers, self.pipeline):
             if of(comm).failed:

@@ -1,4 +1,4 @@
-"""Workers of parameter servers agree on a step after which all of them stop, while they train."""
+"""While they train, workers of parameter servers agree on a step after which all stop."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Agreement:
 
     A worker that wants to stop sends a message to all others. Each worker then proposes a number of
     steps that it has not passed yet: its own clock plus `slack` steps. A nonblocking allreduce
-    computes the maximum of the proposals, and each worker continues meanwhile, at most to the clock
-    that it has proposed. All workers stop after the largest proposed clock. A worker waits if it
-    reaches its own proposed clock before the maximum is known. Waiting for the maximum cannot
-    deadlock, because each worker checks for messages (`listen`) after every step and in every wait.
-    A worker that has finished its last step proposes a clock after this step, so all workers then
-    do all their steps.
+    computes the maximum of the proposals. Meanwhile each worker continues to train, at most to the
+    clock that it has proposed. All workers stop after the largest proposed clock. A worker waits if
+    it reaches its own proposed clock before the maximum is known. The workers cannot wait for each
+    other forever, because each worker checks for messages (`listen`) after every step and while it
+    waits. A worker that has finished its last step proposes a clock beyond this step. All workers
+    then do all their steps.
     """
 
     _TAG = 7
@@ -43,7 +43,7 @@ class Agreement:
         self._notes: list = []
 
     def at(self, clock: int, wish: bool) -> bool:
-        """Return whether all workers stop after `clock` steps. Call this method once per step.
+        """Return whether this worker stops now, after `clock` steps. Call it once per step.
 
         `wish` says whether this worker wants to stop.
         """
@@ -58,7 +58,7 @@ class Agreement:
         return self.clock is not None and clock >= self.clock
 
     def listen(self, wish: bool = False) -> None:
-        """If any worker wants to stop, propose after which step all workers stop. Returns at once.
+        """If a worker wants to stop, propose a step after which all workers stop. Returns at once.
 
         `wish` says whether this worker wants to stop.
         """
@@ -77,7 +77,7 @@ class Agreement:
         wait_until(lambda: test() or (self.progress(), False)[1])
 
     def memory(self) -> tuple:
-        """Return the requests and the arrays that MPI may use."""
+        """Return the requests and arrays that MPI may still use, which the caller must keep."""
         return self._named, self._request, self._notes
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Find slow workers of parameter servers, without a call in which all workers take part.
+"""Find slow workers of parameter servers, without a collective call of the workers.
 
-Each worker adds its times to a request that it sends to the first server anyway, and this server
-compares the times of all workers:
+Each worker adds the times of its steps to a request that it sends to the first server anyway. The
+first server compares the times of all workers:
 
     worker 0   ten steps . . | push+clock+pull, 4.0 ms a step   -> server
     worker 1   ten steps . . . . . . | push+clock+pull, 54 ms   -> server: worker 1 is slow
@@ -17,13 +17,13 @@ from ...fault_tolerance.stragglers import Judge, Window, record, report_straggle
 
 
 class OwnTimes:
-    """Collects this worker's times, and sends them to the first server with its next request."""
+    """Collects the times of this worker's steps, and sends them to the first server."""
 
     def __init__(self, client):
         self.client, self._window = client, Window()
 
     def note(self, *seconds: float) -> None:
-        """Record the seconds of each phase of a step (such as loading data).
+        """Record how many seconds each phase of a step (such as loading data) took.
 
         After every ten steps, the times go to the first server with the next request.
         """

@@ -1,4 +1,4 @@
 """The state that elastic runs with parameter servers keep when a rank dies.
 
-The run then goes on over a new communicator of the living ranks.
+The run then goes on with a new communicator of the living ranks.
 """

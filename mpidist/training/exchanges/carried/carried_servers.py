@@ -7,18 +7,19 @@
 
 A worker pushes (sends) its gradients to the servers, and a server applies a push when it updates
 its shard with it. The clock of a worker is the number of its finished steps. Under BSP and SSP(0),
-a server applies the pushes of a clock only after the servers have voted for it (`servers.votes`). A
-death may come when only some servers know that a vote was won. The other servers then apply this
-clock, too, so all servers have applied the same clocks. The newest of these clocks is the common
-step. The living workers divide the batches among them, and repeat all later steps.
+a server applies the pushes of a step only after each server has told the others that it has
+received all of them (a vote, see `servers.votes`). A death may come when only some servers know the
+result of the vote. The other servers then apply this step, too, so all servers have applied the
+same steps. The newest of these steps is the common step. The living workers divide the batches
+among them, and repeat all later steps.
 
 Under ASP and SSP(s) each worker continues at its own clock. If its push was interrupted, the worker
-repeats the push to the servers that do not have it. For batches of which the fastest worker has
-already taken its share, all workers keep their old shares, so no sample is used twice. The shares
-of the dead worker in these batches are lost.
+repeats the push to the servers that do not have it. If the fastest worker has already taken its
+samples of a batch, this batch stays divided as before the death, so no sample is used twice. The
+dead worker's samples of such a batch are lost.
 
-If a server dies, its shard is lost, and all ranks go back to the newest checkpoint. With copies of
-the shards, the run goes on without a loss: see `replicated_servers`.
+If a server dies, its shard is lost, and all ranks go back to the newest checkpoint. If the servers
+keep copies of each other's shards, the run goes on without a loss: see `replicated_servers`.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ from .server_roles import ServerRoles, Shares
 
 
 class NextPartition(NamedTuple):
-    """A prepared new division of the model among the servers, which a rank uses once it commits it.
+    """A new division of the model among the servers, prepared on a rank but not yet in use.
 
     `generation` is the number of the division (partition). `held` has the shards (parts of the
-    model) of this rank, and is None if the rank is not a server. `weights` says how large the part
-    of each server is. `pending` is the push of this worker that some servers have not answered, if
-    any.
+    model) of this rank, and is None if the rank is not a server. `weights` has the fraction of the
+    model that each server gets. `pending` is the push of this worker that some servers have not
+    answered, if any.
     """
 
     generation: int
@@ -61,7 +62,7 @@ _GIVE = "give checkpoint=..., from which the run can go on"
 
 
 class CarriedServers(Carried):
-    """The state that a run with parameter servers keeps in memory when a rank dies, to go on with.
+    """The state that a run with parameter servers keeps in memory when a rank dies.
 
     Servers and workers are numbered by their ranks in the communicator with which the run began, so
     these numbers never change.
@@ -100,7 +101,7 @@ class CarriedServers(Carried):
         """Return None: with parameter servers, nodes keep no copies of the state in memory."""
 
     def open(self, strategy, comm, asked, settings):
-        """Return the object that exchanges gradients; it begins with what this rank has kept.
+        """Return the object that exchanges gradients, which begins with this rank's kept state.
 
         Collective.
         """
@@ -122,9 +123,11 @@ class CarriedServers(Carried):
         return self._exchange
 
     def _handed_over(self) -> None:
-        """Forget the shards that the exchange has now: after a change of shares, they are freed.
+        """Drop the references to the shards (parts of the model), which the exchange now has.
 
-        If a death comes from now on, `note_state` finds them in the exchange.
+        With these references, old shards would stay in memory after a later change of the shares.
+
+        After a death, `note_state` takes the shards from the exchange.
         """
         self._served, self._kept = None, self._kept.without_memory()
 
@@ -144,7 +147,7 @@ class CarriedServers(Carried):
         return continues
 
     def restore(self, run, resume, retry_bad: bool, handed: str) -> None:
-        """Restore `run` from the newest checkpoint, at its beginning or after a loss.
+        """Restore `run` from the newest checkpoint, when it begins or when a server's part is lost.
 
         Collective.
         """
@@ -194,7 +197,7 @@ class CarriedServers(Carried):
     # -- after a death -------------------------------------------------------------------
 
     def note_state(self) -> int:
-        """Keep the state of the run that a death has interrupted; return its step, -1 if unknown.
+        """Keep the state of the interrupted run; return its number of steps, -1 if unknown.
 
         A server keeps its shard (part of the model) even if it has not answered a worker yet,
         because other servers may have answered. A worker that has not begun its steps has no new
@@ -219,7 +222,7 @@ class CarriedServers(Carried):
         return self.step
 
     def _note_shares(self, group) -> None:
-        """Note the servers' shares of the model, and the new shares that were prepared, if any."""
+        """Keep how the model is divided among the servers, and a prepared new division, if any."""
 
         def numbered(shares: Sequence[float]) -> Shares:
             ranks = (self._numbers[k] for k in group.server_ranks)
@@ -237,7 +240,10 @@ class CarriedServers(Carried):
             self._prepared = NextPartition(self._generation + 1, held, shares, self._pending)
 
     def _held_now(self) -> Held:
-        """Return the shard that this server holds, its copy of another shard, and their clocks."""
+        """Return what this server holds: its shard, a copy of another shard, the clocks of both.
+
+        The clocks say, for each worker, how many of its steps are in the shard or the copy.
+        """
         (server, hosted), copies = self._served, self._served[0].copies
         workers = self._served_workers
         return Held(
@@ -253,7 +259,7 @@ class CarriedServers(Carried):
     def check_living(self, ranks: Sequence[int]) -> None:
         """Choose the servers among the living `ranks`; raise RankFailure if the run cannot go on.
 
-        All living ranks, also the spares, call this function with the same ranks.
+        All living ranks, also spares (ranks that replace dead ones), give the same `ranks`.
         """
         self._begin_roles()
         lost = [rank for rank in self._roles.servers if rank not in ranks]
@@ -265,10 +271,11 @@ class CarriedServers(Carried):
         self._roles.choose(ranks)
 
     def bring_up_to_date(self, comm, step: int) -> int:
-        """Decide with the living ranks how the run goes on; return the newest step. Collective.
+        """Decide with the living ranks from which state each rank goes on. Collective.
 
-        Returns `NOTHING` (-2) if no rank knows the step of the run, because all workers have died
-        and spares have replaced them.
+        Returns the number of steps that the fastest worker has done, or -1 if all ranks go back to
+        a checkpoint or to the beginning. Returns `NOTHING` (-2) if no rank knows the step of the
+        run, because all workers have died and spares have replaced them.
         """
         self._go_through(comm)
         mine = {
@@ -303,7 +310,7 @@ class CarriedServers(Carried):
         return self._newest
 
     def _go_through(self, comm) -> None:
-        """Commit the prepared partition if another rank has already committed it. Collective."""
+        """Use the prepared division of the model if another rank already uses it. Collective."""
         doing, prepared = "md.train: the layout of the servers", self._prepared
         newest = run_on_all(comm, doing, lambda: self._generation, max)
         if prepared is not None and prepared.generation == newest > self._generation:
@@ -313,7 +320,7 @@ class CarriedServers(Carried):
         self._prepared = None
 
     def _commit(self, prepared: NextPartition) -> None:
-        """Use the partition `prepared` from now on."""
+        """Use the division of the model `prepared` from now on."""
         self._generation, held, self._weights, self._pending = prepared
         if held is not None:
             self._served[1].shard = held.shard
@@ -374,15 +381,15 @@ class CarriedServers(Carried):
         return have | {*self._pending.known}
 
     def _more_facts(self) -> dict:
-        """Return more facts for the exchange between all ranks. Subclasses override it."""
+        """Return more facts to tell the other ranks after a death. Subclasses override it."""
         return {}
 
     def _lost_now(self, everyone: list[dict]) -> Collection[int]:
-        """Return the servers whose shards no rank has, according to the facts of `everyone`."""
+        """Return the servers whose shards no rank has. `everyone` is what each rank has told."""
         return ()
 
     def _forget_served(self) -> None:
-        """Forget what this rank has served, because all ranks start again or go back."""
+        """Forget this rank's shard and copy: all ranks begin anew or go back to a checkpoint."""
 
     def _describe_served(self) -> dict | None:
         if self._served is None:
@@ -397,7 +404,7 @@ class CarriedServers(Carried):
     # -- who is who ----------------------------------------------------------------------
 
     def _ranks(self) -> list[int]:
-        """Return, for each rank of the present communicator, its rank in the first communicator."""
+        """Return, for each rank of the present communicator, its rank in the run's first one."""
         assert self.group is not None
         return self.group.original_ranks
 
@@ -409,7 +416,7 @@ class CarriedServers(Carried):
         return self._roles.works(rank)
 
     def _begin_roles(self) -> None:
-        """Choose the shares of the servers at the beginning of the run."""
+        """If the run is beginning, choose how large a part of the model each server has."""
         if not self._roles.known:
             self._roles.balance([host(self._name(rank)) for rank in range(self._size)])
         if not self._generation:

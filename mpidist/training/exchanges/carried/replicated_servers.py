@@ -9,11 +9,12 @@
     commit    when all ranks have received all their parts, they forget their old shards
 
 A shard is a server's part of the model, and a push is a send of gradients to the servers. Until the
-commit, each rank keeps its old shards beside the new ones. If another rank dies before the commit,
-the next repair starts from the old shards. If a rank dies during the commit, some ranks have
-committed and others have not. The others then commit at the beginning of the next repair; the ranks
-find this out by comparing the generation, a number that each commit increases. Only if a server and
-the server with its copy have both died, all ranks go back to the newest checkpoint.
+commit (the last row above), each rank keeps its old shards beside the new ones. If another rank
+dies before the commit, the next repair starts from the old shards. If a rank dies during the
+commit, some ranks have committed and others have not. The others then commit at the beginning of
+the next repair. For this, the ranks compare their generation, a number that each commit increases.
+All ranks go back to the newest checkpoint only if both a server and the server with the copy of its
+shard have died.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .server_roles import Shares
 
 
 class ReplicatedServers(CarriedServers):
-    """What a run keeps when a rank dies, if servers keep copies of other servers' parts."""
+    """The state that a run keeps when a rank dies, if servers have copies of each other's parts."""
 
     def __init__(self, given, name: str, strategy, ranks: int):
         super().__init__(given, name, strategy, ranks)
@@ -67,7 +68,8 @@ class ReplicatedServers(CarriedServers):
     def check_living(self, ranks: Sequence[int]) -> None:
         """Choose the servers among the living `ranks`.
 
-        Whether all parts of the model are still there is found out later, in `bring_up_to_date`.
+        This method does not check that a living rank has each part of the model; `bring_up_to_date`
+        does.
         """
         self._begin_roles()
         self._roles.choose(ranks)
@@ -148,7 +150,10 @@ class ReplicatedServers(CarriedServers):
         self._tell(comm, [*before], giving)
 
     def _torn(self, everyone: list[dict], giving: dict[int, Holder]) -> list[tuple[int, int, int]]:
-        """Return (worker, holder, server) for each part of a push that is missing in a shard."""
+        """Return (worker, holder, server) for each interrupted push that a server's shard lacks.
+
+        `holder` is the rank that has the shard of `server`, or its copy.
+        """
         ranks = self._ranks()
         return [
             (rank, giving[number].rank, number)
@@ -159,7 +164,7 @@ class ReplicatedServers(CarriedServers):
         ]
 
     def _complete(self, comm, torn, everyone: list[dict], layout: ServerLayout) -> None:
-        """Apply the missing parts of pushes to the shards that are moved. Collective."""
+        """Send interrupted pushes to the shards that lack them, and apply them. Collective."""
         batch, ranks = self.given["global_batch"], self._ranks()
 
         def apply(number: int, worker: int, parts: list) -> None:
@@ -174,7 +179,7 @@ class ReplicatedServers(CarriedServers):
     def _move(
         self, comm, wanted, giving, current, shares: tuple[Shares, Shares]
     ) -> dict[int, ServerShard]:
-        """Return the new shard and copy of this rank by their numbers. Collective.
+        """Return this rank's new shard and new copy of another shard. Collective.
 
         `shares` has the servers' shares before the death, and their new shares.
         """
@@ -212,7 +217,7 @@ class ReplicatedServers(CarriedServers):
         return place_tensors(specs, [*shares.values()])
 
     def _tell(self, comm, before: list[int], giving: dict[int, Holder]) -> None:
-        """Emit an event and print a line for each copy that has replaced a lost shard."""
+        """Emit an event, and print a line, for each lost shard that a copy has replaced."""
         ranks = self._ranks()
         taken = {before[n]: ranks[one.rank] for n, one in giving.items() if one.is_copy}
         if not taken:

@@ -1,4 +1,4 @@
-"""Which ranks of a run are servers or workers, also after deaths, and which part each serves.
+"""Which ranks of a run are servers or workers, also after deaths, and how much each serves.
 
 Ranks are named by their numbers in the communicator with which the run began, so that these numbers
 never change. This module uses no MPI.
@@ -49,9 +49,9 @@ class ServerRoles:
         return self._asked is not None
 
     def balance(self, hosts: Sequence[str]) -> None:
-        """Choose how large a part of the model each server has; `hosts` has the host of each rank.
+        """Choose how large a part of the model each server has. `hosts` has each rank's host.
 
-        The sizes depend on the hosts only with servers="auto".
+        The sizes depend on `hosts` only with servers="auto".
         """
         self.servers, _, parts = ranks_and_shares(*self._given, lambda: hosts)
         self._asked = _scaled(dict(zip(self.servers, parts, strict=True)))

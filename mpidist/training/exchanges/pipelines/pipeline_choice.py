@@ -1,8 +1,9 @@
-"""Choose where `Pipeline` cuts the model, before a run; and compute figures of its schedule.
+"""Choose where `Pipeline` cuts the model before a run; compute a run's times per chunk.
 
-With ``cuts="auto"``, a new run measures the layers. A resumed run reads from its checkpoint the
-cuts of the last run, the profile from which they were chosen, and how long the stages took. `recut`
-decides whether the cuts stay. Rank 0 reads and measures, and all ranks use its results.
+With ``cuts="auto"``, a new run measures the time and the bytes of each layer (its profile). A
+resumed run reads from its checkpoint the cuts of the last run, the profile from which they were
+chosen, and how long the stages took. The function `recut` decides whether these cuts are used
+again. Rank 0 reads and measures, and all ranks use its results.
 """
 
 from __future__ import annotations
@@ -65,10 +66,11 @@ def last_run(
 def choose_cuts(
     comm, model, parts: int, samples: int, last: Mapping[str, Any] | None, measuring: int = 1
 ) -> CutChoice:
-    """Choose where to cut a model into `parts` parts. Collective.
+    """Choose the layers at which a model is cut into `parts` parts. Collective.
 
-    `last` is the result of `last_run`. If `last` has no suitable profile, the first `measuring`
-    ranks measure the layers together; `measuring` is more than 1 if ranks share layers.
+    `last` is the result of `last_run`. If `last` has no suitable profile (times and bytes of each
+    layer), the first `measuring` ranks measure one together. `measuring` is more than 1 if several
+    ranks share a layer.
     """
     known = choose_again(last, len(model.layers), parts, samples) if last and parts > 1 else None
     if known and comm.rank == 0 and events.VERBOSITY:

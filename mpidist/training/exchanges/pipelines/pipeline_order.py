@@ -1,8 +1,8 @@
-"""Choose which rank of a job has which stage and replica, so that few bytes cross between hosts.
+"""Choose the stage and replica of each rank, so that few bytes are sent between hosts.
 
-Rank 0 measures the bytes of the layers, unless they are known from the choice of the cuts. On one
-host, and for models that cannot be measured with random inputs, the ranks are numbered stage by
-stage.
+For this, rank 0 measures how many bytes each layer sends, unless the choice of the cuts has
+measured it. On one host, and for models that cannot compute with random inputs, the stages get the
+ranks in order: the first stage the first ranks, and so on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ....runtime.topology import topology_of
 def order_of_ranks(
     comm, model, grid: PipelineGrid, choice: CutChoice, samples: int
 ) -> list[int] | None:
-    """Return the rank of each slot (a replica of a stage); None if slot k is on rank k.
+    """Return the rank for each slot (a replica of a stage); None if slot k is on rank k.
 
     Collective over `comm`. Slots are numbered stage by stage, and `samples` is the number of
     samples of a microbatch.

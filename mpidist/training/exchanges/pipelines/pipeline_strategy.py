@@ -27,14 +27,15 @@ class Pipeline:
         stage of its own.
     cuts : sequence of int or "auto"
         The number of layers before each cut: ``[4, 8]`` cuts 12 layers into 1-4, 5-8 and 9-12. With
-        "auto", rank 0 measures the layers, and the cuts are chosen so that the slowest stage takes
-        the least time.
+        "auto", rank 0 measures the time of each layer, and the cuts are chosen so that the slowest
+        stage takes the least time.
     replicas : sequence of int, optional
         The number of ranks of each stage, such as ``[3, 1]``. By default, all stages have the same
         number of ranks.
     schedule : str
         "1f1b", "gpipe", "zero_bubble" or "interleaved", see docs/pipelines.md. With "pipedream",
-        the optimizer makes several updates in a step, so the bits depend on stages and replicas.
+        the optimizer makes several updates in a step, so the bits of the parameters depend on the
+        stages and replicas.
     chunks : int
         The number of parts of each stage, for "interleaved".
     flush : int, optional
