@@ -1,4 +1,4 @@
-"""Timelines of pipelines in Chrome's trace format, which chrome://tracing and Perfetto show.
+"""Timelines of pipelines in Chrome's trace format, for chrome://tracing and Perfetto.
 
 Each computation is an event of the kind ``X`` (an event with a duration). The thread number of an
 event is the rank. Times are in microseconds since the first event.

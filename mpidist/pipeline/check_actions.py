@@ -1,10 +1,10 @@
-"""Prove that the action lists of a pipeline are right, without running them.
+"""Prove that the lists of actions (computations and messages) of a pipeline are right.
 
-The check plays the lists of all ranks, with the rules of MPI for messages: a message has arrived
-when the sender has begun the send and the receiver has begun the receive. For each pair of
-neighbouring chunks and each direction, the messages have a tag of their own. MPI matches the sends
-and receives of one tag in the order in which they are begun. So the sender and the receiver must
-begin them in the same order.
+The check runs no pipeline: it plays through the lists of all ranks with the rules of MPI for
+messages. A message has arrived when the sender has begun the send and the receiver has begun the
+receive. For each pair of neighbouring chunks and each direction, the messages have a tag of their
+own. MPI matches the sends and receives of one tag in the order in which they are begun. So the
+sender and the receiver must begin them in the same order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .pipeline_schedules import (
 
 
 class ActionFacts(NamedTuple):
-    """The facts that `check_actions` finds.
+    """What `check_actions` finds: how much data the ranks of a pipeline must keep.
 
     Attributes
     ----------
@@ -40,7 +40,7 @@ class ActionFacts(NamedTuple):
         the same time.
     versions : dict of (chunk, microbatch) -> int
         The version of the weights that the forward pass uses, if each backward pass updates the
-        weights. Version v is the weights after v updates. The backward pass must use the same
+        weights. Version v are the weights after v updates. The backward pass must use the same
         version as the forward pass.
     versions_kept : list of int
         For each rank, the largest number of versions of its weights that the rank needs at the
@@ -140,7 +140,7 @@ def _check_order_of_messages(lists, p: int) -> None:
 
 
 def needed_before(one: StageAction, chunks: int) -> list[StageAction]:
-    """Return the actions that the same rank must have done before the computation or send `one`.
+    """Return the actions that a rank must have done before its computation or send `one`.
 
     `chunks` is the number of chunks (groups of consecutive layers) of the model.
     """
@@ -207,7 +207,7 @@ def _may_end(one, p, chunks, begun, blocking, split, replicas) -> bool:
 
 
 def stash_of(each) -> int:
-    """Return how many microbatches a rank keeps at most, from a rank's list of actions.
+    """Return of how many microbatches a rank keeps data at most, from its list of actions.
 
     A rank keeps the data of a microbatch from its forward pass until its backward pass is complete.
     If the rank has several chunks (groups of consecutive layers), a microbatch counts once for each

@@ -1,9 +1,10 @@
 """The places at which a model may be cut, as downward closed sets of layers.
 
 A set of layers is *downward closed* if each layer that feeds a layer of the set is in the set, too.
-A plan is a growing chain of such sets, from no layer to all layers. Each stage has the layers by
-which one set is larger than the set before. So no message goes back to an earlier stage. A model
-that is a chain of n layers has n + 1 downward closed sets; a model with branches has more.
+Cuts into stages are a growing chain of such sets, from no layer to all layers. Each stage has the
+layers by which one set is larger than the set before. So each layer's inputs come from its own
+stage or from earlier ones. A model that is a chain of n layers has n + 1 downward closed sets; a
+model with branches has more.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MOST_SETS = 20_000
 
 
 def cut_sets(profile: LayerProfile, most: int = MOST_SETS) -> tuple[np.ndarray, bool]:
-    """Return the sets of layers behind which a model may be cut, but only some if there are many.
+    """Return the sets of layers after which a model may be cut (only some, if there are many).
 
     A set is downward closed: each layer that feeds a layer of the set is in the set, too. If there
     are more than `most` such sets, only some of them are returned.
@@ -59,7 +60,7 @@ def bit_rows(masks: Sequence[int], n: int) -> np.ndarray:
 
 
 def crossing_bytes(profile: LayerProfile, sets: np.ndarray) -> np.ndarray:
-    """Return, for each set of layers, the bytes that are sent if the model is cut behind the set.
+    """Return, for each set of layers, the bytes that are sent if the model is cut after the set.
 
     These are the bytes of the outputs of layers in the set that layers outside the set use, for one
     microbatch. `sets` is an array (sets, layers) of bool.

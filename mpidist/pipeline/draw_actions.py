@@ -54,9 +54,9 @@ def check_drawing(file: str | Path, ranks: int) -> None:
 
 
 def save_drawing(run: SimulatedRun, file: str | Path, title: str = "") -> None:
-    """Draw the timeline of a simulated run into a file: a row for each rank, a bar for each action.
+    """Draw a simulated run into a file: a row for each rank, a bar for each computation.
 
-    The number of the microbatch stands in the bar, if the bar is wide enough.
+    If a bar is wide enough, the number of its microbatch stands in it.
     """
     ranks = 1 + max((span.rank for span in run.spans), default=0)
     check_drawing(file, ranks)

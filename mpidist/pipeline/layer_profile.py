@@ -1,4 +1,4 @@
-"""Profiles of models: the time and the bytes of each layer, and which layer feeds which.
+"""Profiles of models: each layer's time and bytes, and which layers' outputs it uses.
 
 Files have the format of PipeDream's profiles (Narayanan et al., SOSP 2019). Each line is a node (a
 layer) or an edge. The line of an edge begins with a tab, and says that the output of the first node
@@ -10,9 +10,10 @@ is an input of the second node. Times are in milliseconds, sizes in bytes:
         node2 -- node5
 
 If a node has several outputs, ``activation_size`` is the list of their sizes, and their sum is
-used. If a model is already cut into stages, ``-- stage_id=2`` may stand at the end of a node's
-line. Nodes whose text begins with ``Input`` cost nothing. A node whose text begins with
-``__getitem__`` is left out if it feeds no other node.
+used. ``-- stage_id=2`` at the end of a node's line says that the layer belongs to stage 2, if the
+model is already cut into stages. Nodes whose text begins with ``Input`` are inputs of the model,
+and take no time. A node whose text begins with ``__getitem__`` is left out if it feeds no other
+node.
 """
 
 from __future__ import annotations
@@ -209,7 +210,7 @@ def _layer(node: re.Match, where: str) -> Layer:
 
 
 def _in_order(names: list[str], pairs: list[tuple[str, str]], source: str) -> list[str]:
-    """Return the names of the nodes in an order in which each node comes after its feeders.
+    """Return the names of the nodes, each after the nodes whose outputs it uses.
 
     If several orders are possible, the order of the nodes in the file decides.
     """

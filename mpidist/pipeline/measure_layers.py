@@ -25,8 +25,8 @@ def measure(model, batch, repeats: int = REPEATS) -> LayerProfile:
     `batch` is the microbatch, a tuple (inputs, labels). Each time is the shortest of `repeats`
     passes.
 
-    Some models make their parameters only when they are used. Of such a model, `measure` makes the
-    parameters of one layer at a time, to save memory.
+    Some models make their parameters only when they are used. To save memory, `measure` lets such a
+    model make the parameters of one layer at a time.
 
     Raises ConfigError if `repeats` is not an integer of 1 or more.
     """

@@ -1,11 +1,11 @@
-"""Schedules of pipelines as data: for each rank, a list of actions with their chunk and microbatch.
+"""Schedules of pipelines as data: a list of actions for each rank.
 
 A model is cut into chunks (groups of layers that follow each other). Chunk c is on rank c mod p, so
 with one chunk per rank, chunk c is on rank c. ``F`` is the forward pass of a microbatch through a
 chunk, and ``B`` is the backward pass. ``zero_bubble`` splits a backward pass into two parts. ``I``
-computes the gradient of the input; the rank with the chunk before waits for this gradient. ``W``
-computes the gradients of the weights, and may come later. An example with 4 ranks and 5
-microbatches, in which a backward pass takes twice as long as a forward pass:
+computes the gradient of the chunk's input, for which the rank with the previous chunk waits. ``W``
+computes the gradients of the chunk's weights, for which no rank waits. In this example (4 ranks, 5
+microbatches), a backward pass takes twice as long as a forward pass:
 
     1f1b     F0 F1 F2 F3 .. .. .. .. .. .. B0 B0 F4 B1 B1 .. B2 B2 .. B3 B3 .. B4 B4
              .. F0 F1 F2 .. .. .. .. B0 B0 F3 B1 B1 F4 B2 B2 .. B3 B3 .. B4 B4 .. ..
@@ -51,9 +51,9 @@ class StageAction(NamedTuple):
     """One action of a rank: a computation, send, receive or update.
 
     `kind` is "F" (forward pass), "B" (backward pass), "I" or "W" (the parts of a backward pass for
-    the input and for the weights), "SEND_F", "RECV_F", "SEND_B", "RECV_B" (messages of a forward
-    or a backward pass), or "U" (update). `chunk` (the number of a group of consecutive layers) and
-    `microbatch` say to what the action belongs.
+    the input and for the weights), "SEND_F", "RECV_F", "SEND_B", "RECV_B" (messages of a forward or
+    a backward pass), or "U" (update). `chunk` (the number of a group of consecutive layers) and
+    `microbatch` are those for which the action is done.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class StageAction(NamedTuple):
 def action_lists(
     name: str, stages: int, microbatches: int, chunks: int = 1, ahead: int = AHEAD
 ) -> list[list[StageAction]]:
-    """Return the actions of each rank of a schedule in order, as one list for each rank.
+    """Return what each rank computes, sends and receives in a schedule: a list for each rank.
 
     Parameters
     ----------
@@ -142,7 +142,11 @@ def _interleaved(p: int, m: int, chunks: int) -> list[list[StageAction]]:
 
 
 def _zero_bubble(p: int, m: int, chunks: int) -> list[list[StageAction]]:
-    """Return 1f1b with W delayed by s microbatches on rank s, so each rank keeps p microbatches."""
+    """Return the schedule 1f1b with each W delayed by s microbatches on rank s.
+
+    W computes the gradients of the weights. Each of the p ranks then keeps the data of p
+    microbatches.
+    """
     lists = []
     for s in range(p):
         ahead = min(p - s, m)
@@ -166,7 +170,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], list[list[StageAction]]]] = {
 
 
 def with_messages(order: list[StageAction], chunks: int, ahead: int = AHEAD) -> list[StageAction]:
-    """Return a rank's computations `order` with the sends and receives that they need.
+    """Return a rank's computations (`order`), together with their sends and receives.
 
     A send comes directly after the computation that made its data. A receive begins `ahead`
     computations before the computation that needs its data.

@@ -6,9 +6,9 @@ bytes of the model's parameters, and B is the bandwidth. Estimated times of a st
     allreduce   ceil(M / N) C + 2 (N - 1) / N W / B
     pipeline    the simulated schedule, then the sums over the replicas of the slowest stage
 
-In both estimates the sum of the gradients begins after the computation. If the pipeline's plan has
-only one stage, the plan is the same as allreduce. Then the best plan with two stages is compared
-with allreduce instead.
+In both estimates the gradients are summed after all computations. A pipeline plan with only one
+stage is the same as allreduce. So instead of such a plan, the best plan with two stages is compared
+with allreduce.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StepAdvice:
     winner : "pipeline", "allreduce" or "equal"
         Which of the two has the shorter step.
     reason : str
-        Why the winner wins, in words.
+        Why the winner is faster, in words.
     microbatches : int
         The number of microbatches of a step.
     pipeline_seconds, allreduce_seconds : float
@@ -49,8 +49,8 @@ class StepAdvice:
     replicas : tuple of int
         The number of workers of each stage of the pipeline.
     idle : float
-        The fraction of the schedule's time in which the pipeline's workers are idle. The sums of
-        gradients are not counted.
+        The fraction of the schedule's time in which the pipeline's workers are idle. This time does
+        not include the sums of gradients.
     sums_seconds : float
         By how much the sums over replicas make the pipeline's step longer than the schedule alone.
     """

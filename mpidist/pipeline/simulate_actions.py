@@ -1,10 +1,10 @@
 """Estimate the time of a pipeline's action lists on a modelled network, without MPI.
 
-A rank does one action at a time, in the order of its list. A message leaves as soon as its send and
-its receive have begun and all earlier messages have passed the sender's link and the receiver's
-link. Links are full duplex. `NetworkModel` gives the cost of a message. `overhead` is the time that
-the cores of sender and receiver need, `latency` is the time on the wire, and `gap` is the further
-time on the wire for each byte.
+A rank does one action at a time, in the order of its list. A message is sent as soon as its send
+and its receive have begun, and the links of sender and receiver have finished all earlier messages.
+A link sends and receives at the same time. `NetworkModel` gives the cost of a message: `overhead`
+is the time that the cores of sender and receiver need, `latency` is the time on the wire, and `gap`
+is the further time on the wire for each byte.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def simulate_placed(
     leaves, enters, spans = [0.0] * p, [0.0] * p, list[Span]()
 
     def transfer(receive: StageAction, rank: int) -> None:
-        """Compute when a message arrives, if both its send and its receive have begun."""
+        """Note when a message arrives, if both its send and its receive have begun."""
         send = sender_of(receive, p)[1]
         source = holder(send.chunk, send.microbatch)
         if receive in begun and send in begun:

@@ -1,18 +1,19 @@
 """Cut a profiled model into the stages of a pipeline, and give each stage its number of replicas.
 
-Each of the r replicas of a stage takes every r-th microbatch. Suppose that the layers of a stage
-compute for C seconds, that a bytes cross the two cuts beside the stage, that the stage has W bytes
-of parameters, and that the network carries B bytes per second. Then the stage needs this time for a
+Each of the r replicas of a stage takes every r-th microbatch. The layers of a stage compute for C
+seconds, the messages over the two cuts beside the stage have a bytes, the stage has W bytes of
+parameters, and the network carries B bytes per second. Then the stage needs this time for a
 microbatch:
 
     overlap     max(C, (a + 2 (r - 1) / r W) / B) / r     messages travel while the stage computes
     serial      (C + (a + 2 (r - 1) / r W) / B) / r       the stage waits for messages
     pipedream   (C + 4 (r - 1) / r W / B) / r             the formula of PipeDream's program
 
-The slowest stage limits the throughput, so the best plan is the one whose slowest stage takes the
-least time. Of several such plans, `cut` takes those with the fewest workers, and of these the one
-with the fewest stages. The search is a dynamic programme over downward closed sets of layers
-(`cut_sets`) and numbers of workers, as in PipeDream (Narayanan et al., SOSP 2019).
+The slowest stage limits how many microbatches the pipeline finishes per second, so the best plan is
+the one whose slowest stage takes the least time. Of several such plans, `cut` takes those with the
+fewest workers, and of these the one with the fewest stages. The search is a dynamic programme over
+numbers of workers and over the sets of layers after which the model may be cut (`cut_sets`), as in
+PipeDream (Narayanan et al., SOSP 2019).
 """
 
 from __future__ import annotations
@@ -44,9 +45,7 @@ COSTS: dict[str, Callable] = {
 
 
 class NoPartition(MpidistError):
-    """The model cannot be cut into the wanted number of stages, or workers lack the memory for
-    them.
-    """
+    """The model cannot be cut into the wanted stages, or the stages do not fit into memory."""
 
     exit_code = 1
 
@@ -56,10 +55,10 @@ class StagePlan:
     """One stage of a plan. Times are in seconds for one microbatch, sizes in bytes.
 
     `nodes` are the names of the stage's layers. `seconds` is the time from one microbatch to the
-    next, and `compute_seconds` is the time of a forward and a backward pass. `input_bytes` is the
-    number of bytes that the forward pass of a microbatch sends over the cut before the stage, and
-    `output_bytes` that over the cut behind it. A worker keeps the data of `in_flight` microbatches
-    at the same time, which take `memory_bytes`.
+    next, and `compute_seconds` is the time of a forward and a backward pass. In the forward pass of
+    a microbatch, the stage receives `input_bytes` bytes from the previous stages and sends
+    `output_bytes` bytes to the next ones. A worker keeps the data of `in_flight` microbatches at
+    the same time, which take `memory_bytes`.
     """
 
     nodes: tuple[str, ...]
@@ -75,11 +74,11 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """A model cut into stages.
+    """The best way to cut a model into stages, as `cut` has found it.
 
     `single_seconds` is the time of a microbatch on one worker. `data_parallel_seconds` is the time
-    of a microbatch if the whole model is one stage whose replicas are all given workers. `exact` is
-    false if the model has so many possible cuts that only some of them were tried.
+    of a microbatch without cuts, if each worker is a replica of the whole model. `exact` is false
+    if the model has so many possible cuts that only some of them were tried.
     """
 
     bottleneck_seconds: float
@@ -120,8 +119,9 @@ def cut(
     replication : bool
         Whether a stage may have several workers.
     memory : float, optional
-        Bytes of memory of each worker. For each microbatch whose data a stage keeps at the same
-        time, the stage needs the bytes of its parameters and of all outputs of its layers.
+        Bytes of memory of each worker. A stage keeps the data of several microbatches at the same
+        time; for each of these, it needs the bytes of its parameters and of all outputs of its
+        layers.
     cost : "overlap", "serial" or "pipedream"
         How the time of a stage is computed from its layers and messages: whether messages travel
         while the stage computes or not, or by the formula of PipeDream's program.
@@ -169,7 +169,7 @@ def cut(
 
 
 def _too_large(profile: LayerProfile, memory: float | None) -> str:
-    """Return advice for a layer that alone needs more memory than a worker has; "" if none does."""
+    """Return advice if a single layer needs more memory than a worker has; otherwise ""."""
     need, name, text, parameters = max(
         (one.parameter_bytes + one.output_bytes, one.name, one.text, one.parameter_bytes)
         for one in profile.layers
@@ -188,7 +188,7 @@ def _too_large(profile: LayerProfile, memory: float | None) -> str:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The arguments of `cut`, after a check."""
+    """The checked arguments of `cut`."""
 
     workers: int
     bandwidth: float
@@ -211,11 +211,11 @@ class _Asked:
 class _Search:
     """The search for the best plan: a dynamic programme from the end of the model to its beginning.
 
-    ``table[k, w]`` has the best value of a plan for the layers that are not in set k, with exactly
-    w workers. If a stage with r workers is added in front, whose last layers complete set k, the
-    plan has w + r workers. With `successive`, each stage has the layers by which one set is larger
-    than the set before. The search may leave out plans whose slowest stage takes longer than
-    `bound`.
+    The sets of layers are those after which the model may be cut. ``table[k, w]`` has the value of
+    the best plan for the layers that are not in set k, with exactly w workers. A stage with r
+    workers, added in front of this plan, must end with set k; the longer plan has w + r workers.
+    With `successive`, each set must end a stage. The search may leave out plans whose slowest stage
+    takes longer than `bound`.
     """
 
     def __init__(self, profile, sets, asked: _Asked, successive=False, bound=math.inf):
@@ -230,7 +230,7 @@ class _Search:
         self.replicas = np.arange(1, (asked.workers if asked.replication else 1) + 1)
 
     def times(self, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the sets at which a stage that begins behind set k may end, and the stages' costs.
+        """Return the sets with which a stage that begins after set k may end, and its costs.
 
         Returns
         -------
@@ -254,11 +254,11 @@ class _Search:
         return ends, found, parameters + outputs
 
     def _stages(self, k: int, table: np.ndarray) -> Iterator[tuple]:
-        """Yield, for each number r of replicas, the stages behind set k that are fast enough.
+        """Yield, for each number r of replicas, the fast enough stages that begin after set k.
 
-        Yields (r, ends, seconds, after). `ends` are the sets at which these stages end, `seconds`
-        is a column of their times, and `after` has the rows of `table` for `ends`. Column w of
-        `after` belongs to a plan in which this stage and the stages behind it have r + w workers.
+        Yields (r, ends, seconds, after). `ends` are the sets with which these stages end, `seconds`
+        is a column of the stages' times, and `after` has the rows of `table` for `ends`. Column w
+        of `after` is for plans in which this stage and all later stages have r + w workers.
         """
         ends, seconds, memory = self.times(k)
         for r in self.replicas:
@@ -274,7 +274,7 @@ class _Search:
         """Fill a table; if S stages were asked for, fill a table for each number up to S.
 
         ``of(seconds, after)`` returns the value of a plan: `seconds` is the time of its first
-        stage, and `after` is the value of the stages behind.
+        stage, and `after` is the value of the later stages.
         """
         first = np.full((len(self.sets), self.asked.workers + 1), math.inf)
         tables = [first.copy() for _ in range((self.asked.stages or 0) + 1)]
@@ -335,7 +335,7 @@ class _Search:
 
 
 def _named_stages(profile: LayerProfile) -> np.ndarray:
-    """Return the downward closed sets for the stages that the stage_ids of a profile name."""
+    """Return, for the stages that a profile names (stage_id), the sets of layers they end with."""
     missing = [layer.name for layer in profile.layers if layer.stage is None]
     if missing:
         raise ConfigError(f"node {missing[0]} has no stage_id; evaluate needs one for each node")

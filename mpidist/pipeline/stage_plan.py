@@ -1,18 +1,18 @@
-"""Which rank holds which layers, and which microbatches the rank computes, in which order.
+"""The layers of each rank, its microbatches, and the order in which it computes them.
 
     12 layers, cuts [4, 8], replicas [2, 1, 1]     ranks 0, 1 | 2 | 3
                                                    layers 1-4 | 5-8 | 9-12
 
 The ranks are numbered stage by stage. Each replica of a stage has a contiguous block of the
-microbatches (`fixed_tree.cuts`). All gradients are added in a fixed tree, and a contiguous block is
-a part of this tree that a replica can add alone. (With "pipedream" a replica has every r-th
-microbatch instead: `pipedream_order`.)
+microbatches (`fixed_tree.cuts`). The gradients of all microbatches are added in the order of a
+fixed tree, and a contiguous block is a part of this tree whose gradients a replica can add alone.
+(With "pipedream" a replica has every r-th microbatch instead: `pipedream_order`.)
 
 If all stages have the same number r of replicas, the ranks form r separate pipelines. Each of these
 pipelines runs the schedule with the microbatches of its own block. Otherwise the stage with the
 most replicas decides in which order the microbatches enter the pipeline: first the first microbatch
-of each of its blocks, then the second of each block, and so on. So all replicas of this stage work
-at the same time:
+of each of its blocks, then the second of each block, and so on. Then all replicas of this stage
+compute at the same time:
 
     8 microbatches, replicas [2, 1]     rank 0 has 0 1 2 3, and rank 1 has 4 5 6 7;
                                         they enter as 0 4 1 5 2 6 3 7;
@@ -108,7 +108,7 @@ class PipelineGrid:
         return range(stage, self.stages * self.chunks, self.stages)
 
     def layers_of(self, chunk: int) -> range:
-        """Return the numbers of a chunk's layers, counted from 0; a chunk is a group of layers."""
+        """Return the numbers of the layers in a chunk (group of layers), counted from 0."""
         bounds = (0, *self.cuts, self.layers)
         return range(bounds[chunk], bounds[chunk + 1])
 
@@ -158,7 +158,7 @@ class PipelineGrid:
     def passes(
         self, rank: int, empty_at: int, start: int, stop: int, drain: bool
     ) -> list[StageAction]:
-        """Return what a rank does for microbatches `start` to `stop` - 1 with "pipedream".
+        """With "pipedream": return a rank's actions while microbatches `start` to `stop` - 1 enter.
 
         `pipedream_order.passes` describes the arguments.
         """
@@ -322,9 +322,10 @@ def _side_by_side(grid: PipelineGrid) -> list[list[StageAction]]:
 def _uneven(grid: PipelineGrid) -> list[list[StageAction]]:
     """Return the actions of each rank, if stages have different numbers of replicas.
 
-    As in PipeDream, a rank may have begun k microbatches that it has not finished. Here k is the
-    number of ranks from its stage to the last stage, divided by the replicas of its stage and
-    rounded up. If the ranks would wait for each other for ever with this k, k is increased.
+    As in PipeDream, a rank may have k microbatches at the same time whose backward pass is not
+    done. Here k is the number of ranks from its stage to the last stage, divided by the replicas of
+    its stage and rounded up. If the ranks would wait for each other for ever with this k, a larger
+    k is used.
     """
     order, more = _order(grid), 0
     while True:
@@ -359,7 +360,7 @@ def _order(grid: PipelineGrid) -> list[int]:
 
 
 def check_layers(model) -> list:
-    """Return the layers of a model; raise ConfigError for a model that cannot be cut."""
+    """Return the layers of a model; raise ConfigError if the model cannot be cut into stages."""
     if reason := why_no_stages(model):
         raise ConfigError(
             f"{reason}, so it cannot be cut into stages; use a chain of layers such as "

@@ -1,1 +1,1 @@
-"""Which host has which stage, in which order "pipedream" computes, and new cuts at a resume."""
+"""On which host a stage is, in which order "pipedream" computes, and new cuts at a resume."""

@@ -1,4 +1,4 @@
-"""Advise on how many hosts the workers of a model should be, for a measured network. Without MPI.
+"""Advise on how many hosts a model's workers should be, for a measured network. Without MPI.
 
 First, `cut` chooses how to cut the model into stages, and how many workers each stage has. For each
 number of hosts that divides the workers, the workers are then placed on the hosts so that few bytes
@@ -33,10 +33,10 @@ class HostLayout(NamedTuple):
 
     `hosts` is the number of hosts, and `workers_each` the number of workers on each.
 
-    `seconds` is the time from one microbatch to the next. `limit` says what limits this time:
-    "workers", "memory" or "network". `bytes_between` is the number of bytes that are sent between
-    hosts for a microbatch, in both directions together. `replicas` has the number of workers of
-    each stage.
+    `seconds` is the time from one microbatch to the next. `limit` says what determines this time:
+    "workers" (computing), "memory" (messages within a host) or "network". `bytes_between` is the
+    number of bytes that are sent between hosts for a microbatch, in both directions together.
+    `replicas` has the number of workers of each stage.
     """
 
     hosts: int

@@ -1,17 +1,17 @@
-"""The order of "pipedream": which microbatches a rank has, and when it updates its parameters.
+"""The schedule "pipedream": a rank's microbatches, and when it updates its parameters.
 
 A stage has r replicas. Microbatch i belongs to replica i mod r, so each r microbatches are a round
 with one microbatch for each replica. A rank repeats three actions. F is the forward pass of its
 newest microbatch. B is the backward pass of its microbatch of an older round; the number of rounds
-between the two is the *depth* of the stage. U is the update with the gradients of this older round.
-In U the replicas of the stage add their gradients, and all make the same update:
+between the two is the *depth* of the stage. U is the update of the parameters with the gradients of
+this older round: the replicas of the stage add their gradients, and all make the same update.
 
     2 replicas, then 1     rank 0   F0 F2 B0 U0 F4 B2 U2 ...        stage 0, depth 1
     of the next stage      rank 1   F1 F3 B1 U1 F5 B3 U3 ...
                            rank 2   F0 B0 U0 F1 B1 U1 F2 B2 U2 ...  stage 1, depth 0
 
-Version v of a stage is its parameters after v updates since the pipeline was last empty, and
-microbatches are counted from there, too. The forward and the backward pass of microbatch i use
+Version v of a stage are its parameters after v updates since the pipeline was last empty.
+Microbatches are counted from the same time. The forward and the backward pass of microbatch i use
 version max(0, i // r - depth). The depth is that of PipeDream: ceil(R / r) - 1, where R is the
 number of ranks from this stage to the last. If each of S stages has one rank, the depth of stage s
 is S - 1 - s.
@@ -28,7 +28,7 @@ from ..pipeline_schedules import AHEAD, B, F, StageAction, U, with_messages
 
 
 def rounds_behind(replicas: Sequence[int], stage: int) -> int:
-    """Return the depth of a stage: the rounds from a microbatch's forward to its backward pass.
+    """Return the depth of a stage: how many rounds a backward pass is behind the forward pass.
 
     A round is as many microbatches as the stage has replicas, one for each replica. `replicas` has
     the number of replicas of each stage.
@@ -39,7 +39,8 @@ def rounds_behind(replicas: Sequence[int], stage: int) -> int:
 def whole_rounds(microbatches: int, replicas: Sequence[int]) -> int:
     """Return `microbatches`, rounded up to a multiple of each number in `replicas`.
 
-    So the last round of each stage is full. The microbatches that are added have no samples.
+    Then the last round of each stage is full (one microbatch for each replica). The added
+    microbatches have no samples.
     """
     each = lcm(*replicas)
     return -(-microbatches // each) * each
@@ -49,7 +50,7 @@ def passes(
     replicas: Sequence[int], stage: int, replica: int, empty_at: int, start: int, stop: int,
     drain: bool,
 ) -> list[StageAction]:  # fmt: skip
-    """Return what a rank does from the entry of microbatch `start` to before that of `stop`.
+    """Return a rank's actions from when microbatch `start` enters to before `stop` enters.
 
     The rank is number `replica` of the replicas of `stage`.
 

@@ -1,14 +1,13 @@
-"""Decide at a resume whether the cuts of the last run still suit its measured times. Without MPI.
+"""Decide at a resume whether the last run's cuts suit its measured times. Without MPI.
 
     layers     ms 4 4 4 | 4 4 4     the plan: stages of 12 and 12 ms
     measured   ms 12    | 24        ratios 1.0 and 2.0: one is 100 % above the other
     corrected  ms 4 4 4 | 8 8 8     the times of the layers, multiplied by the ratio of their stage
     new cuts      4 4 4 8 | 8 8     20 and 16 ms
 
-Only the ratios of the stages to each other count: if all stages are half as fast, the same cuts are
-still the best. The run has measured whole stages, not single layers, so all layers of a stage are
-corrected by the same ratio, also those that move to another stage. The next run measures the new
-stages.
+Only the differences between the ratios count: if all stages are half as fast as planned, the same
+cuts are still the best. A run measures whole stages, not single layers, so the times of all layers
+of a stage are multiplied by the same ratio.
 """
 
 from __future__ import annotations
@@ -37,10 +36,11 @@ class CutChoice(NamedTuple):
     before : list of int or None
         The cuts of the last run, if this run has computed new cuts; otherwise None.
     off : float or None
-        By which fraction the largest ratio of measured to planned time of a stage is above the
-        smallest ratio; 0.2 is 20 %.
+        For each stage there is a ratio of its measured time to its planned time. `off` says by
+        which fraction the largest ratio is above the smallest; 0.2 is 20 %.
     layers : list of (forward, backward, output bytes, parameter bytes)
-        The profile from which the cuts were chosen; empty if the user gave the cuts.
+        The profile from which the cuts were chosen: a row for each layer. It is empty if the user
+        gave the cuts.
     samples : int
         The number of samples of the microbatch with which the profile was measured.
     """
@@ -66,9 +66,10 @@ def profile_rows(profile: LayerProfile) -> list[list[float]]:
 
 
 def best_cuts(rows: Sequence[Sequence[float]], parts: int) -> list[int]:
-    """Return the cuts with which the slowest of `parts` parts of a chain of layers is fastest.
+    """Return those cuts into `parts` parts with which the slowest part takes the least time.
 
-    `rows` is the result of `profile_rows`. A cut is the number of layers before it.
+    `rows` is the result of `profile_rows`, for layers of which each feeds the next. A cut is given
+    as the number of layers before it.
     """
     profile = chain([
         Layer(f"layer{k}", "layer", forward, backward, output, parameters)
@@ -97,7 +98,7 @@ def choose_again(last: Mapping[str, Any], layers: int, parts: int, samples: int)
     """Return the `CutChoice` for a resumed run, from the measured times of the last run.
 
     Returns None if the last run has no profile for this model and this size of microbatches. Then
-    the layers must be measured.
+    the caller must measure the layers.
 
     Parameters
     ----------

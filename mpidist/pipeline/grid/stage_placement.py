@@ -1,22 +1,22 @@
 """Choose which rank has which stage and replica, so that few bytes are sent between hosts.
 
 Each replica of each stage is called a slot here, and needs a rank. Slots are numbered stage by
-stage, as the ranks of a `PipelineGrid`. Slots of neighbouring stages exchange bytes over the cut
-between the stages, and the replicas of a stage exchange bytes when they sum their gradients. Either
-the stages of a pipeline or the replicas of a stage should be on one host, whichever saves more
-bytes:
+stage, as the ranks of a `PipelineGrid`. Slots of neighbouring stages exchange the activations and
+gradients at the cut between the stages. The replicas of a stage exchange their gradients when they
+sum them. If the cuts need more bytes, neighbouring stages should be on one host; if the sums need
+more, the replicas of a stage should:
 
     2 stages, 2 replicas     large outputs at the cut     large sums (many parameters)
     host A                   stage 0.0, stage 1.0         stage 0.0, stage 0.1
     host B                   stage 0.1, stage 1.1         stage 1.0, stage 1.1
 
-This is the problem to cut a graph into parts of given sizes so that the cut edges have the least
+This is a known problem: cut a graph into parts of given sizes so that the cut edges have the least
 weight. If there are few ways to put the slots on the hosts, all are tried. Otherwise, two slots on
 different hosts change places as long as this saves bytes (Kernighan and Lin, "An Efficient
 Heuristic Procedure for Partitioning Graphs", Bell System Technical Journal 49(2), 1970). This
-search is done three times, and the best result is used. The three searches begin with each slot on
-the rank of the same number, with hosts that are filled stage by stage, and with hosts that are
-filled pipeline by pipeline. This module needs no MPI.
+search is done from three beginnings, and the best result is used: (1) slot k is on rank k; (2) the
+hosts are filled stage by stage; (3) the hosts are filled pipeline by pipeline. This module needs no
+MPI.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _MOST_SWAPPED = 256
 def slot_links(
     grid, cut_bytes: Sequence[float], sum_bytes: Sequence[float]
 ) -> dict[tuple[int, int], float]:
-    """Return {(a, b): bytes}: what each pair a < b of stage replicas exchanges in a step.
+    """Return {(a, b): bytes}: how many bytes each pair a < b of slots exchanges in a step.
 
-    The replicas of all stages are numbered stage by stage; such a number is called a slot.
+    A slot is a replica of a stage; slots are numbered stage by stage.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ def bytes_between_hosts(hosts: Sequence, links: Links) -> float:
 
 
 def place_ranks(nodes: Sequence[int], replicas: Sequence[int], links: Links) -> list[int]:
-    """Choose the rank of each slot (a replica of a stage), so that few bytes cross between nodes.
+    """Choose the rank of each slot (a replica of a stage), so that nodes exchange few bytes.
 
     Parameters
     ----------
@@ -110,7 +110,10 @@ def place_ranks(nodes: Sequence[int], replicas: Sequence[int], links: Links) -> 
 
 
 def _starts(room: Counter, replicas: Sequence[int]) -> Iterator[list[int]]:
-    """Yield two lists with the host of each slot: hosts filled by stages, and by pipelines."""
+    """Yield two ways to put slots on hosts: hosts filled stage by stage, and by pipelines.
+
+    Each is a list with the host of each slot (a replica of a stage).
+    """
     places = [node for node, count in sorted(room.items()) for _ in range(count)]
     yield places
     slots = [(k / r, stage) for stage, r in enumerate(replicas) for k in range(r)]
@@ -138,7 +141,7 @@ def _all_ways(room: Counter, slots: int) -> Iterator[list[int]]:
 
 
 def _swapped(hosts: Sequence[int], links: Links) -> list[int]:
-    """Swap the hosts of pairs of slots as long as a swap saves bytes; return the hosts."""
+    """Swap the hosts of two slots as long as this saves bytes; return the host of each slot."""
     hosts = list(hosts)
     if len(hosts) > _MOST_SWAPPED:
         return hosts

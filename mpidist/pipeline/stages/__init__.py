@@ -1,1 +1,1 @@
-"""The runtime of pipelines: `Stage` computes a rank's layers, and sends data to other stages."""
+"""The code that runs pipelines: `Stage` computes a rank's layers, and sends data to others."""

@@ -1,10 +1,10 @@
-"""Add the gradients of microbatches ("pieces") in any order; the sum has always the same bits.
+"""Add gradients of microbatches ("pieces") that come in any order, always to the same bits.
 
 If stages have different numbers of replicas, a rank alternately gets pieces of several blocks of
 microbatches. All pieces are added in a fixed binary tree. The sum at a node of the tree is computed
 as soon as the sums of both halves of the node are known. So the bits of the sum do not depend on
 the order in which the pieces arrive. If V pieces arrive alternately from b blocks, about b log2 V
-vectors are kept in memory.
+partial sums are kept in memory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ...collectives.schedules import fixed_tree
 class AnyOrderSum:
     """Takes one rank's gradients of microbatches ("pieces") in any order, and adds them in a tree.
 
-    `sums` is a `PieceSum`, which adds over all ranks. It gets the sums at nodes of its fixed tree,
-    in the order in which it would get the single pieces.
+    `sums` is a `PieceSum`, which adds over all ranks. It gets sums of several pieces (nodes of its
+    fixed tree), in the order of the pieces.
     """
 
     def __init__(self, sums: PieceSum):

@@ -1,9 +1,9 @@
-"""The steps of the schedule "pipedream": an update for each round, and a pipeline that stays full.
+"""The steps of the schedule "pipedream", which makes an update for each round.
 
-At the end of a step, some microbatches are still under way: they have had their forward pass on
-some ranks, but not all backward passes (`pipedream_order`). `drain` finishes these microbatches. A
-step also finishes all microbatches that are under way after each `flush` microbatches. The replicas
-of a stage add the gradients of a round (one microbatch of each replica) with an object of the class
+A round is one microbatch of each replica of a stage. At the end of a step, some microbatches are
+still under way: some ranks have done their forward pass, but not all ranks their backward pass
+(`pipedream_order`). `drain` finishes these microbatches, and so does a step after each `flush`
+microbatches. The replicas of a stage add the gradients of a round with an object of the class
 `Gradients`. The caller passes this class as an argument, because `pipeline/` must not depend on how
 gradients are exchanged.
 """
@@ -58,9 +58,9 @@ class PipeDreamSteps:
             )
 
     def step(self, inputs: dict, labels: dict, sizes, total: int, update) -> tuple[list, float]:
-        """Do a step; return the times of its computations, and this rank's part of the mean loss.
+        """Do a step; return the times of its computations, and this rank's share of the mean loss.
 
-        Collective. The parts of all ranks add up to the mean loss of the microbatches.
+        Collective. The sum of all ranks' shares is the mean loss of the microbatches.
         """
         grid, first = self._stage.grid, self._entered
         self._pass.enter(first, inputs, labels, sizes, total, update)
@@ -127,7 +127,8 @@ class PipeDreamPass(StagePass):
         """Return what this rank has computed since the last call: (spans, loss).
 
         `spans` has (kind, chunk, microbatch, begin, end) of each of its computations, with times in
-        seconds. The loss is this rank's part of the mean loss.
+        seconds. The loss is this rank's share of the mean loss: the sum over all ranks is the mean
+        loss.
         """
         found = self.spans, self._loss
         self.spans, self._loss = [], 0.0

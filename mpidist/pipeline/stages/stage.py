@@ -10,9 +10,9 @@ same arrays, in the same memory layout, as a rank that has the whole model, and 
 of the microbatches in the tree of `PieceSum`. So the parameters have the same bits with any cuts
 and replicas.
 
-A step counts as one operation of the communicator. While a rank waits, it also polls for errors, so
-it notices an exception of another rank. The report of a hang (`md.watch`) shows the stage, the
-microbatch and the action for which a rank waits.
+While a rank waits, it also checks whether another rank has raised an exception, and then raises an
+error. The report of a hang (`md.watch`) shows the stage, the microbatch and the action for which a
+rank waits.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Stage:
     stage, replica : int
         The number of this rank's stage, and this rank's number among the ranks of the stage.
     halves : bool
-        Whether the gradients of inputs and of weights are computed at different times.
+        Whether the gradients of inputs and of weights are computed at different times (as in
+        "zero_bubble").
     parameters : dict of str to array
         The parameters of this stage: the arrays of the model, not copies.
     gradients : dict of str to array
@@ -137,7 +138,10 @@ class Stage:
         self._closed = False
 
     def _arrays(self, number: int) -> dict:
-        """Return the parameters of a chunk; do not make the parameters of other chunks."""
+        """Return the parameters of a chunk.
+
+        If the model makes parameters only when they are used, those of other chunks are not made.
+        """
         model, mine = self.model, self.grid.layers_of(number)
         if "parameters" not in vars(model) and hasattr(model, "initial_parameters"):
             return model.initial_parameters(mine.start, mine.stop)
@@ -187,8 +191,8 @@ class Stage:
 
         With the schedule "pipedream", a stage calls ``update(gradients, parameters, weight)`` for
         each round of microbatches. The function must update the parameters in place. `weight` is
-        the round's share of the samples of the batch. After the step, some microbatches are not
-        finished yet, see `drain`.
+        the fraction of the batch's samples that are in this round. After the step, some
+        microbatches are not finished yet, see `drain`.
         """
         with self._guard("md.Stage.step"):
             inputs, labels = batch
@@ -240,8 +244,8 @@ class Stage:
         sizes : sequence of int
             The number of samples of each microbatch of all ranks. A number may be 0.
         total : int
-            The number of samples of the mean: the mean gradients of a microbatch are multiplied by
-            the number of its samples, divided by `total`.
+            The number of samples over which the mean is taken: the mean gradients of a microbatch
+            are multiplied by the number of its samples, divided by `total`.
         update : callable
             Needed for "pipedream", see `step`.
         """
@@ -259,7 +263,7 @@ class Stage:
         """Finish the microbatches that are under way with "pipedream", and make their updates.
 
         Collective. The updates call the function `update` that was passed to the last step. With
-        other schedules, each step finishes all its microbatches, so this does nothing.
+        other schedules, each step finishes all its microbatches, and this method does nothing.
         """
         if not self.grid.in_rounds:
             return
@@ -281,7 +285,7 @@ class Stage:
             self._times[chunk, kind] = seconds + end - begin, count + 1
 
     def note_stash(self) -> None:
-        """Raise `kept` and `stash_bytes` to the present amounts, if these are larger."""
+        """Update `kept` and `stash_bytes`, the largest amounts so far, with the present amounts."""
         chunks = self.chunks.values()
         self.kept = max(self.kept, sum(one.kept for one in chunks))
         self.stash_bytes = max(self.stash_bytes, sum(one.stash_bytes for one in chunks))
@@ -340,14 +344,14 @@ class Stage:
                     self.messages.drop(one)
 
     def loss_share(self) -> float:
-        """Return this rank's part of the mean loss of the last step.
+        """Return this rank's share of the mean loss of the last step.
 
-        The parts of all ranks add up to this mean.
+        The sum of all ranks' shares is the mean loss.
         """
         return self._loss if self.reads_labels else 0.0
 
     def _operation(self, name: str, sizes: Sequence[int]) -> ExitStack:
-        """Return a context manager for an operation: an error of one rank ends it on all ranks."""
+        """Return a context manager: an error of one rank ends its operation on all ranks."""
         told = Signature(name, "", f"({sum(sizes)})", extra=f"microbatches of {list(sizes)}")
         with self._guard(name) as stack:
             self.context.begin(told)
@@ -380,7 +384,7 @@ class Stage:
         return x, y
 
     def wait(self, test: Callable[[], bool], what: str) -> None:
-        """Wait until `test()` is true; a long wait logs an event with `what`, the awaited thing."""
+        """Wait until `test()` is true; log an event if this takes long. `what` is awaited."""
         if test():
             return
         late: float | None = time.monotonic() + polling.PATIENCE + 0.2
@@ -398,7 +402,7 @@ class Stage:
         self.context.wait(patient)
 
     def close(self) -> None:
-        """Free what the stage has made. Collective; a second call does nothing."""
+        """Free the stage's memory and communicators. Collective; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -431,12 +435,12 @@ def _facts(comm, model, grid: PipelineGrid, gradients: Callable | None) -> dict:
 
 
 def _first_known(values: list):
-    """Return the first of all ranks' values that is not None."""
+    """Return the first value that is not None; there is one value for each rank."""
     return next(value for value in values if value is not None)
 
 
 def _in_order(values: list[dict[int, list[str]]]) -> list[str]:
-    """Return each dtype of the parameters once, in the order of the chunks."""
+    """Return each dtype of the parameters once, in the order in which the chunks have it first."""
     return list(dict.fromkeys(name for _, one in sorted(_joined(values).items()) for name in one))
 
 

@@ -26,8 +26,8 @@ class Chunk:
     parameters : dict
         The arrays of these layers by name.
     first : int or None
-        The index in `layers` at which the backward pass ends, because no layer before has
-        parameters. None if the backward pass goes on in the chunk before.
+        The index in `layers` at which the backward pass ends, because no earlier layer has
+        parameters. None if the backward pass continues in the previous chunk.
     views, vectors
         `views` has, by name, the arrays into which the gradients of a microbatch are written. They
         are views of `vectors`, which are summed over microbatches and replicas. The last two
@@ -72,7 +72,7 @@ class Chunk:
 
     @property
     def learns(self) -> bool:
-        """Whether a backward pass is needed, since these or earlier layers have parameters."""
+        """Whether a backward pass is needed: these or earlier layers have parameters."""
         return self.first is None or self.first < len(self.layers)
 
     @property
@@ -113,7 +113,7 @@ class Chunk:
                 memory[-2:] = part.vector[-2:]  # the loss
 
     def forward(self, microbatch: int, x, keep: bool):
-        """Return the layers' output for the input `x`; with `keep`, keep what `backward` needs."""
+        """Return the layers' output for input `x`; with `keep`, keep the data for `backward`."""
         tape, entered = [], x
         for layer in self.layers:
             x, saved = layer.forward(self.parameters, x)
@@ -132,7 +132,7 @@ class Chunk:
         return self.parameters
 
     def _take(self, layer: int) -> None:
-        """Add the gradients of a layer to the sums, if all layers write into the same memory."""
+        """Add a layer's gradients to the sums, if the next layer overwrites them."""
         for part in self.parts:
             part.take(self._names[layer])
 
@@ -215,7 +215,7 @@ class Chunk:
             self._take(i)
 
     def _layers(self, method: str) -> list:
-        """Return the layers for `method` of this object; its first call checks what they write."""
+        """Return the layers; for the first call of `method`, layers that check what they write."""
         if method not in self._uncalled:
             return self.layers
         self._uncalled.remove(method)
@@ -250,11 +250,14 @@ class Chunk:
 
     @property
     def loss(self) -> float:
-        """The weighted sum of the losses of all microbatches, once the sums are finished."""
+        """The weighted sum of all microbatches' losses. Read it after the sums are finished."""
         return float(self.vectors[0][-2]) if self.vectors else 0.0
 
     def close(self) -> None:
-        """Free the sums. Collective over the replicas of the stage; no messages are sent."""
+        """Free the memory of the sums.
+
+        Collective over the replicas of the stage; no messages are sent.
+        """
         self._write_into(self.gradients)  # and not into the memory of the sums, which is freed
         for part in self.parts:
             part.close()

@@ -1,4 +1,4 @@
-"""The messages between stages: arrays that arrive with the same memory layout.
+"""The messages between stages: arrays that arrive with the memory layout of the sender.
 
 An array is sent as it lies in memory, and the receiver makes an array with the same strides
 (`activation_wire`). The receiver does not know the layout (dtype, shape and strides) at first. So
@@ -11,7 +11,7 @@ receive begins as soon as the stage calls `receive`, which is before the stage n
 
 Each chunk has one channel (one MPI tag) for arrays of the forward pass and one for arrays of the
 backward pass. Messages between two ranks on the same channel arrive in the order in which they were
-sent. `give_back` returns the buffers of received arrays, for later receives.
+sent. `give_back` lets later receives use the buffers of received arrays.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class StageMessages:
     Parameters
     ----------
     comm : MPI.Comm
-        A communicator that is used for nothing else.
+        A communicator that carries no other messages.
     xp : module
         The array module of the received arrays.
     """
@@ -139,11 +139,11 @@ class StageMessages:
         return requests
 
     def receive(self, source: int, channel: int, samples: int) -> Arrival:
-        """Begin to receive an array, or, while its layout is unknown, remember that it will come.
+        """Begin to receive an array. If its layout is unknown yet, the receive begins later.
 
-        The layout is the dtype, shape and strides; it comes in a message of its own, and is the
-        same for all arrays with the same number of `samples`. `channel` is the number of the
-        array's channel.
+        The layout (dtype, shape and strides) comes in a message of its own. It is the same for all
+        arrays with the same number of `samples`. `channel` is the MPI tag: each chunk has one for
+        arrays of the forward pass and one for the backward pass.
         """
         one = Arrival(self, source, channel, samples)
         self._noted[source, channel].append(one)
@@ -151,7 +151,7 @@ class StageMessages:
         return one
 
     def begin_receives(self, source: int, channel: int) -> None:
-        """Begin the receives that `receive` has put off, up to an array of unknown layout."""
+        """Begin the receives that `receive` has put off, until an array's layout is unknown."""
         noted = self._noted[source, channel]
         while noted:
             one = noted[0]

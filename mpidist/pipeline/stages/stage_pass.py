@@ -1,4 +1,4 @@
-"""What a rank of a pipeline does for each action: compute, send, receive, or add gradients."""
+"""Carry out the actions of a rank of a pipeline: compute, send, receive, add gradients."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class StagePass:
         return dy
 
     def _computed(self, kind: str, c: int, i: int, began: float) -> None:
-        """Note when a computation began and that it ended now."""
+        """Record a computation that ends now, with the time when it began."""
         ended = time.perf_counter()
         self.stage.computing += ended - began
         self.spans.append((kind, c, i, began, ended))
@@ -109,7 +109,10 @@ class StagePass:
         self._done(c, i)
 
     def _weights_after_send(self, c: int, i: int) -> None:
-        """Compute what `_backward` has left until the gradient of the input is sent."""
+        """Compute the gradients of the weights, which `_backward` has put off.
+
+        The gradient of the input is sent first, because another rank waits for it.
+        """
         began = time.perf_counter()
         self._backward_weights(c, i)
         self._after_send = None
@@ -142,8 +145,9 @@ class StagePass:
     def _ready(self, c: int, i: int) -> Callable[[str], None]:
         """Return the function that the backward pass calls when a gradient is final.
 
-        In the last backward pass of a chunk whose sums are sent in parts, this function begins the
-        sums of complete parts. After an early send, it lets MPI continue the send.
+        The gradients of a chunk may be summed over the replicas in parts. In the chunk's last
+        backward pass, the returned function begins the sum of each complete part. If a gradient of
+        the input is being sent, the function lets MPI continue the send.
         """
         chunk, names, weight = self.stage.chunks[c], set[str](), self.sizes[i] / self.total
         if c == self.stage.last_chunk:
@@ -164,7 +168,7 @@ class StagePass:
         self.stage.messages.progress()
 
     def _add(self, c: int, i: int) -> None:
-        """Add the gradients of a microbatch."""
+        """Add the gradients of a microbatch to the sums over the microbatches."""
         began = time.perf_counter()
         self.stage.chunks[c].add(i, self.sizes[i] / self.total)
         ended = time.perf_counter()
@@ -174,7 +178,7 @@ class StagePass:
         self.queue.progress()
 
     def _done(self, c: int, i: int) -> None:
-        """Give back the buffers of a finished microbatch, for use after its last send has ended."""
+        """Let receives use the buffers of a finished microbatch, once its sends have ended."""
         # A gradient that is sent may be in the same memory as a gradient that was received.
         self.stage.messages.give_back(self._held.pop((c, i), ()), self._sent.pop((c, i), []))
 

@@ -32,7 +32,8 @@ LEAST = 1 << 18
 class SumPart:
     """The sum, over microbatches and the ranks of a stage, of some gradients. Collective.
 
-    The gradients are contiguous in a vector; they can be sent while other gradients are computed.
+    The gradients are contiguous in a vector. They can be sent while this rank computes the
+    gradients of other parts.
 
     Parameters
     ----------
@@ -94,20 +95,18 @@ class SumPart:
 
     @property
     def _fits(self) -> bool:
-        """Whether gradients may be written into memory of the sum, or added in parts."""
+        """Whether layers may write into memory of the sum, or gradients be added layer by layer."""
         ours = isinstance(self.sums.rows, np.ndarray) and self.sums.dtype == self.vector.dtype
         return self._in_order and ours
 
     def aim(self, weight: float | None) -> tuple[Any, dict]:
-        """Return where layers must write the next gradients: a vector, and arrays by name.
+        """Return where layers must write the next microbatch's gradients: a vector, and arrays.
 
-        The gradients are those of the next microbatch.
-
-        The vector is `vector`, or memory of the sum itself, which saves a copy. Each array is the
-        place of one gradient in the vector. Its first axis, which counts microbatches, has length
-        1. If all layers share memory (`share_memory`), the arrays are in this memory instead; call
-        `take` after the backward pass of each layer. `weight` is the weight of the microbatch in
-        the sum, if it is known.
+        The arrays are in a dict, by the names of the gradients. The vector is `vector`, or memory
+        of the sum itself, which saves a copy. Each array is the place of one gradient in the
+        vector. Its first axis, which counts microbatches, has length 1. If all layers share memory
+        (`share_memory`), the arrays are in this memory instead; call `take` after the backward pass
+        of each layer. `weight` is the weight of the microbatch in the sum, if it is known.
         """
         self._row = self.sums.next_row() if self._fits else None
         if self._row is None and self._one_layer and weight is not None:
@@ -123,7 +122,7 @@ class SumPart:
         return memory, self._views[key]
 
     def take(self, names: Sequence[str]) -> None:
-        """Add the gradients called `names`, if all layers write into one memory."""
+        """Add the gradients called `names`, if the next layer overwrites them (`share_memory`)."""
         if self._add_part is not None:
             for name in names:
                 if name in self._bounds:
@@ -152,7 +151,10 @@ class SumPart:
         self._left -= 1
 
     def close(self) -> None:
-        """Free the sum. Collective over the replicas of the stage; no messages are sent."""
+        """Free the memory of the sum.
+
+        Collective over the replicas of the stage; no messages are sent.
+        """
         self._row = self._add_part = None  # these and the views are in the memory of the sum
         self._views.clear()
         self._one_layer.clear()
@@ -199,7 +201,7 @@ def is_sent(comm) -> bool:
 def parts_of_vector(
     names: Sequence[str], sizes: Sequence[int], itemsize: int
 ) -> list[tuple[int, int, set[str]]]:
-    """Cut a vector of gradients into parts that are summed one by one; return (start, stop, names).
+    """Cut a vector of gradients into parts to be summed one by one; return (start, stop, names).
 
     The part at the end of the vector comes first, because its gradients are the first to be final.
 

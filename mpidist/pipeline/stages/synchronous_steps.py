@@ -1,4 +1,4 @@
-"""The steps of all schedules but "pipedream": gradients are summed over all microbatches of a step.
+"""The steps of all schedules but "pipedream", with one sum over a step's microbatches.
 
 The parameters do not change during a step. `PieceSum` adds the gradients over the replicas of a
 stage, so the sum has the same bits as on one rank.
@@ -40,9 +40,9 @@ class SynchronousSteps:
             )
 
     def step(self, inputs: dict, labels: dict, sizes, total: int, update) -> tuple[list, float]:
-        """Do a step; return the times of its computations, and this rank's part of the mean loss.
+        """Do a step; return the times of its computations, and this rank's share of the mean loss.
 
-        Collective. The parts of all ranks add up to the mean loss.
+        Collective. The sum of all ranks' shares is the mean loss.
         """
         stage = self._stage
         one_pass = StagePass(stage, sizes, inputs, labels, total)
@@ -63,6 +63,9 @@ class SynchronousSteps:
         return []
 
     def close(self) -> None:
-        """Free the sums. Collective over the replicas of the stage; no messages are sent."""
+        """Free the memory of the sums.
+
+        Collective over the replicas of the stage; no messages are sent.
+        """
         for chunk in self._stage.chunks.values():
             chunk.close()

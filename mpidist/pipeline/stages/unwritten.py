@@ -3,8 +3,9 @@
     before    all bytes of the layer's gradients become 0xFE
     after     an element with these bytes was not written: an error names the layer
 
-A layer must write each of its gradients whole. The memory of a gradient has values of another layer
-or microbatch before, and without this check the layer would silently be trained with them.
+A layer must write each of its gradients whole. Before, the memory of a gradient contains values of
+another layer or microbatch. Without this check, the layer would be trained with these values, and
+no error would tell.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _BYTE = b"\xfe"
 
 
 class Checked:
-    """A layer whose methods check that they write its gradients."""
+    """A layer whose methods raise an error if they do not write all of its gradients."""
 
     def __init__(self, layer):
         self._layer, self._names = layer, list(layer.shapes())
@@ -32,8 +33,9 @@ class Checked:
         return dx
 
     def backward_weights(self, parameters, saved, dy, gradients, ready) -> None:
-        """Call the layer's `backward_weights`; raise ConfigError if it does not write all
-        gradients.
+        """Call the layer's `backward_weights`.
+
+        Raises ConfigError if it does not write all gradients.
         """
         _mark(gradients, self._names)
         self._layer.backward_weights(parameters, saved, dy, gradients, ready)
@@ -58,6 +60,6 @@ def _mark(gradients: Mapping, names: Iterable[str]) -> None:
 
 
 def _words(gradient):
-    """Return the gradient as whole numbers, and the mark as such a number."""
+    """Return the gradient as whole numbers, and the mark (bytes 0xFE) as such a number."""
     words = gradient.view(f"u{min(gradient.itemsize, 8)}")
     return words, words.dtype.type(int.from_bytes(_BYTE * words.itemsize, "big"))

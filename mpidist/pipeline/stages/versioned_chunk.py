@@ -1,7 +1,8 @@
 """A group of layers whose parameters change while microbatches are under way ("pipedream").
 
-The backward pass of a microbatch uses the same parameters as its forward pass. Therefore parameters
-are copied before an update, if a microbatch has used them in its forward pass and has not finished:
+The backward pass of a microbatch uses the same parameters as its forward pass. Therefore the
+parameters are copied before an update, if a microbatch has used them in its forward pass and its
+backward pass is still to come:
 
     F0 F1 F2   B0 U0   F3   B1 U1
     begun with version 0    1
@@ -48,7 +49,7 @@ class VersionedChunk(Chunk):
         self._write_into(views)
 
     def forward(self, microbatch: int, x, keep: bool):
-        """Return the output of the layers, and note which version of the parameters was used."""
+        """Return the output of the layers; note which version of the parameters computed it."""
         if keep:
             self._begun[microbatch] = self.updates
         return super().forward(microbatch, x, keep)
