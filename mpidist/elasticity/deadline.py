@@ -36,10 +36,10 @@ class EvictionLimits(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """The longest time between two checks of which both count for the same stop of a process.
+        """The longest time between two checks that still count as seeing one stop of a process.
 
-        If both checks find the process stopped, but more time lies between them, it may have run in
-        between. Then the time for which it is stopped counts from the second check.
+        If more time is between two checks that find the process stopped, the process may have run
+        between them. Then it counts as stopped only since the second check.
         """
         return max(0.1, min(1.0, self.stopped / 2))
 
@@ -52,9 +52,9 @@ class EvictionLimits(NamedTuple):
 class Deadline(NamedTuple):
     """The checked arguments `deadline` and `slow`, which say when a rank is evicted (killed).
 
-    `late` is the seconds for which a rank may compute while others wait: 0 for the argument "auto",
-    and `inf` for "stopped". `slow` is how many times as long as the others a rank may need for a
-    step; 0 means any time.
+    `late` is the number of seconds for which a rank may compute while others wait: 0 for the
+    argument "auto", and `inf` for "stopped". `slow` is the factor by which a rank may need more
+    time for a step than the others; 0 means any factor.
     """
 
     late: float = inf
@@ -63,7 +63,7 @@ class Deadline(NamedTuple):
     def limits(
         self, steps: Sequence[float], first: bool = False, repairs: bool = False
     ) -> EvictionLimits:
-        """Return after how many seconds a rank is evicted (killed by the other ranks).
+        """Return the seconds after which a rank is evicted (killed by the other ranks).
 
         `steps` are the times of this rank's newest steps.
 

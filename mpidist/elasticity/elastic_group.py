@@ -74,7 +74,8 @@ class Group:
     ----------
     comm : MPI.Intracomm
         The communicator of the living ranks. When a rank has died, `comm` is a new communicator.
-        Plans, arenas and communicators that were made from an older one raise ClosedError.
+        Communicators, arenas (shared memory) and plans (prepared collectives) that were made from
+        an older one raise ClosedError.
     rank, size : int
         The rank of this process in `comm`, and the number of living ranks.
     step : int
@@ -147,16 +148,16 @@ class Group:
         """Register a function that is called as ``function(old_size, new_size)`` after each death.
 
         All living ranks call it, parameter servers too, when their state is up to date and before
-        the interrupted step is repeated. The function may make new arenas, plans and communicators
-        from `comm`.
+        the interrupted step is repeated. The function may make what the program needs from the new
+        `comm`.
         """
         self._on_resize.append(function)
 
     def done(self, step: int) -> None:
-        """Declare that this rank has done `step` and has changed its state. Sends no messages.
+        """Declare that this rank has done `step` and that its state has the result.
 
         Call this method as soon as the state has the result of the step. If a rank dies after this
-        call, the step is not repeated.
+        call, the step is not repeated. No message is sent.
         """
         if step != self.step:
             raise ProtocolError(f"done({shown(step)}): step {self.step} is the next one")
@@ -177,11 +178,12 @@ class Group:
         """Yield the numbers of the steps ``first, ..., last - 1``. Collective.
 
         Each number is an `ElasticStep`, whose ``with`` block is the body of the step. Steps that
-        are already done are left out. So the numbers of a second loop must be larger than those of
-        the first loop. When the loop has ended, all living ranks have done all steps.
+        are already done are left out. So the numbers in a second loop must be larger than those in
+        the first. When the loop has ended, all living ranks have done all steps.
 
         With ``together=False`` the loop does not wait for the other ranks at its end. Workers of
-        parameter servers need this, because the servers do no steps. Only `run_elastic` allows it.
+        parameter servers need this, because the servers do no steps. It is only allowed in
+        `run_elastic`.
         """
         if not together and not self._restarts:
             raise ConfigError("steps: together=False needs md.run_elastic")
@@ -207,7 +209,7 @@ class Group:
     # -- a death -------------------------------------------------------------------------
 
     def _end_of_body(self, step: int, error: BaseException | None) -> bool:
-        """Note the end of a step's body; return whether `error` means a death and is suppressed."""
+        """Record the end of a step's body; return whether `error` means a death: suppress it."""
         if error is None:
             if self.step == step:
                 self.done(step)
@@ -220,7 +222,7 @@ class Group:
     def _all_here(self, done: bool = False, result: bytes = b"") -> bool:
         """Wait until all ranks have come here; return False on all living ranks if one has died.
 
-        With `done`, the spares receive `result` and end.
+        With `done`, the spares (which wait to replace dead ranks) receive `result` and end.
         """
         # At the end of a function, this text must not contain the step, because servers do no steps
         # and all ranks must have the same text.
@@ -250,9 +252,9 @@ class Group:
 
         `broken` is called after a death, before the living ranks form a new communicator. A spare
         waits until it replaces a dead rank, and then calls `function`, too. A spare that is never
-        needed returns the result of rank 0, which is sent as bytes: `encode` returns at most 4,000
-        bytes, and `decode` reads them. If the other ranks end without a result, the process of the
-        spare exits.
+        needed returns the result of rank 0, which is sent as bytes: `encode` makes at most 4,000
+        bytes from the result, and `decode` makes the result from them. If the other ranks end
+        without a result, the process of the spare exits.
         """
         working.append(self)
         try:
@@ -277,14 +279,14 @@ class Group:
             self.watch.end_steps(OUTSIDE)
 
     def _repair(self) -> None:
-        """Go on with the living ranks, or end this process in time. Collective over them."""
+        """Go on with the living ranks; if this takes too long, end this process. Collective."""
         self.watch.repairs = True
         with RepairDeadline(this_rank(), self._state_bytes()) as self._deadline:
             self._go_on()
         self.watch.repairs = False
 
     def _go_on(self) -> None:
-        """Make a smaller communicator, and update the state. Collective over the living ranks."""
+        """Make a communicator of the living ranks, and update their state. Collective over them."""
         began = time.monotonic() if self._broken_at is None else self._broken_at
         self.watch.end_steps()
         old, names, step = self._members.active.count(True), self._members.names, self.step
@@ -348,11 +350,11 @@ class Group:
         self.watch.begin_steps()
 
     def _state_bytes(self) -> int:
-        """Return about how many bytes a rank that is behind receives from another rank."""
+        """Return about how many bytes of state a rank may receive from another rank."""
         return peer_state.size_of(self.state)
 
     def _bring_up_to_date(self, step: int) -> int:
-        """Give the state of the newest rank to the ranks that are behind; return its step."""
+        """Give all ranks the state with the most steps; return its number of steps."""
         return peer_state.bring_up_to_date(self.comm, self.state, step)
 
     def _check_progress(self, gone: list[str]) -> None:
@@ -411,22 +413,22 @@ def _numbered(names: list[str]) -> tuple[tuple[str, ...], int]:
 
 
 def _first_of(comm, table: dict) -> dict:
-    """Return the table of rank 0. Collective over `comm`.
+    """Return rank 0's table of selected collective algorithms. Collective over `comm`.
 
-    The tables are nearly always equal, so the table is sent only if they differ.
+    The ranks' tables are nearly always equal, so rank 0 sends its table only if they differ.
     """
     doing = "md.elastic: chosen algorithms"
     return run_on_all(comm, doing, lambda: table, lambda tables: tables[0], if_differs=True)
 
 
 def is_smaller_side(before: Sequence[str], living: Sequence[str]) -> bool:
-    """Return whether the ranks `living` must end, because unreachable ranks may go on instead.
+    """Return whether the ranks `living` must end, because the missing ranks may go on instead.
 
-    If the network fails for so long that TCP gives up, the ranks are in two parts, and each part
-    believes that the other part is dead. Only one part may go on, because otherwise two jobs would
-    write the same files. The part with more ranks goes on. If both have the same number, the part
-    with the first rank goes on. A missing rank is really dead if its host has a living rank,
-    because ranks of one host do not need the network.
+    If the network fails for so long that TCP gives up, the ranks may fall into two parts that
+    cannot reach each other, and each part believes that the other is dead. Only one part may go on,
+    because otherwise two jobs would write the same files. The part with more ranks goes on. If both
+    have the same number, the part with the first rank goes on. A missing rank is really dead if its
+    host has a living rank, because ranks of one host do not need the network.
 
     Parameters
     ----------

@@ -82,7 +82,7 @@ def check_possible(comm, min_ranks, spares=0) -> dict:
 
 
 def _has_window() -> bool:
-    """Return whether the program has an unfreed window (MPI.Win). MPI has no call for this."""
+    """Return whether the program has a window (MPI.Win) that it has not freed."""
     found = (each for each in gc.get_objects() if isinstance(each, MPI.Win))
     return any(each != MPI.WIN_NULL for each in found)
 
@@ -169,13 +169,13 @@ def run_elastic(
 
     If a rank dies, a call in the function raises RankFailure, and the function must not catch it.
     The function is then called again on the living ranks, with the newest state. The function may
-    make plans and arenas from ``group.comm``, and call any collective on ``group.comm``.
-    ``group.steps`` leaves out the steps that are already done.
+    call any collective on ``group.comm``, and may make from it what it needs, such as plans
+    (prepared collectives). ``group.steps`` leaves out the steps that are already done.
 
-    The last `spares` ranks of `comm` wait, which takes 1 % of a core, and are not in
-    ``group.comm``. After a death, the first spare replaces the dead rank: the group keeps its size,
-    and the spare calls `function`, too. The docstring of `elastic` explains the other arguments and
-    the errors.
+    The last `spares` ranks of `comm` are spares: they wait, using 1 % of a core each, and are not
+    in ``group.comm``. After a death, the first spare replaces the dead rank: the group keeps its
+    size, and the spare calls `function`, too. The docstring of `elastic` explains the other
+    arguments and the errors.
 
     Returns
     -------

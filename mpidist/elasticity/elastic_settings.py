@@ -27,11 +27,12 @@ class Elastic:
         steps.
     slow : float
         A rank is evicted if it needs this many times as long for a step as the median of the other
-        ranks, in two windows of ten steps that follow each other. 0 switches this off.
+        ranks, in the last ten steps and in the ten steps before. 0 switches this off.
     copies : "memory", "none" or int
         Under ``mpidist launch --elastic``, each node keeps a copy of the state in its memory. If
-        the ranks cannot go on after a death, the next attempt begins from this copy. A number is
-        the number of steps between two copies. With "memory", copies take at most 3 % of the time.
+        the ranks cannot go on after a death, `mpidist launch` starts them again from this copy. A
+        number says how many steps are between two copies. With "memory", the copies are made so
+        often that they take at most 3 % of the time. With "none", there are no copies.
     on_exception : "end" or "evict"
         What happens if the model, the reading of data or a callback raises an exception on one
         rank: with "end" the job ends, and with "evict" only this rank is evicted. Even with
@@ -58,7 +59,7 @@ class Elastic:
 
     @property
     def every(self) -> int | str | None:
-        """How often nodes copy the state to memory (`every` of `MemoryCopies`); None for never."""
+        """How often nodes copy their state to memory (`every` of `MemoryCopies`); None: never."""
         return {"memory": "auto 1h", "none": None}.get(str(self.copies), self.copies)
 
 

@@ -8,9 +8,9 @@ the group as after any death. There are three causes, each with a limit in secon
     silent    its threads do not run: a native call holds Python's lock     `EvictionLimits.silent`
     late      it computes, while at least as many ranks wait as are late    `EvictionLimits.late`
 
-A rank in a phase "save", "data", "evaluate" or "plan" may take any time, and is evicted only if it
-is stopped. A process that a debugger has stopped (state t) is never evicted. This module uses no
-MPI.
+While a rank saves, loads data, evaluates or plans (`Group.phase`), it may take any time, and is
+evicted only if it is stopped. A process that a debugger has stopped (state t) is never evicted.
+This module uses no MPI.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ def whom_to_evict(
 
 
 def update_stop(one: Record, now: float, gap: float) -> Record:
-    """Update, after a check, since when the process of a record is stopped; return the record.
+    """Return the record with the time since which its process is stopped, after a check.
 
-    The field `seen` is the time since which the process counts as stopped, and `last` is the time
-    of this check; both are 0 if the process is not stopped. If the process has shown a sign of life
-    since `seen`, or if no rank has checked for `gap` seconds, the process may have run in between,
-    so its stop counts from now.
+    A record says what a rank shows of itself (`node_board`). Its field `seen` is the time since
+    which the process counts as stopped, and `last` is the time of this check; both are 0 if the
+    process is not stopped. If the process has shown a sign of life since `seen`, or if no rank has
+    checked for `gap` seconds, the process may have run in between, so its stop counts from now.
     """
     if one.state != "T":
         return one._replace(seen=0.0, last=0.0)
@@ -137,7 +137,7 @@ def kill(one: Record) -> bool:
 
 
 def end_itself(line: str, why: str, **facts) -> None:
-    """Print `line` if it is not empty, and end this process, which others go on without.
+    """Print `line` if it is not empty, and end this process; the other ranks go on.
 
     `why` is the reason for the event log. Never returns.
     """
@@ -151,7 +151,9 @@ def end_itself(line: str, why: str, **facts) -> None:
 def cause_in_words(why: int, amount: float) -> str:
     """Return in words why a rank was evicted (killed), as a part of a sentence about that rank.
 
-    `why` is the number of the cause, and `amount` its seconds, factor or step.
+    `why` is the number of the cause. `amount` is, depending on the cause, the seconds for which
+    others have waited for the rank, the factor by which it was slow, or the step in which it
+    raised.
     """
     seconds = f"{amount:.0f} s" if amount >= 2 else f"{amount:.1f} s"
     return {

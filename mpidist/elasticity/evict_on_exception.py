@@ -3,8 +3,8 @@
 If a GPU fails, or a host has no free memory, one rank raises an exception, and the other ranks can
 go on without it. Other exceptions must end the job: a mistake in the program raises on all ranks,
 and a bad sample raises again on the rank that gets it when the step is repeated. So a rank that
-raises an exception sends a message about it to all ranks, and waits for a moment for such messages
-of other ranks. It ends itself only if all of these conditions are true:
+raises an exception sends all ranks a message about it, and then waits for a moment for such
+messages of other ranks. It ends itself only if all of these conditions are true:
 
     at most half of the workers raise              otherwise the mistake is in the program
     no rank has raised and was evicted in this     otherwise the mistake is in the data
@@ -38,13 +38,12 @@ _RAISES = 11
 
 
 class EvictOnException:
-    """A context manager for the user's code: a rank that raises in it may end alone.
+    """A context manager for the user's code: a rank that raises in it may be evicted alone.
 
-    Then the other ranks go on without this rank, which is evicted.
-
-    An evicted rank ends its process at the end of the block. Exceptions of mpidist are passed on,
-    because mpidist has already reported them to the other ranks. Without a group, all exceptions
-    are passed on. One object can be used for many ``with`` blocks.
+    An evicted rank ends its process at the end of the block, and the other ranks go on without it.
+    Exceptions of mpidist leave the block as usual, because mpidist has already reported them to the
+    other ranks. Without a group, all exceptions leave the block. One object can be used for many
+    ``with`` blocks.
 
     Parameters
     ----------

@@ -8,8 +8,8 @@
 The record of each rank has a memory page of its own, in a file in /dev/shm whose name has been
 removed. All times come from CLOCK_MONOTONIC. This clock is the same for all processes of a host,
 and does not advance while the machine is suspended. A record stays after its process has ended, so
-the living ranks of a node can read why a rank was evicted. The board is made once, and stays the
-same when ranks die.
+the living ranks of a node can read why a rank was evicted. The board is made once, and is used
+further when ranks die.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class NodeBoard:
         The rank of this process in `comm`. This number stays the same when other ranks die.
     fates : dict of int -> (int, float)
         For each rank that was evicted (killed by other ranks), as far as this process knows: the
-        cause, and the amount that belongs to the cause (seconds, a factor or a step).
+        number of the cause, and an amount (seconds, a factor or a step, see
+        `evict.cause_in_words`).
     """
 
     def __init__(self, comm: MPI.Intracomm):
@@ -103,7 +104,7 @@ class NodeBoard:
     # -- the record of this rank -----------------------------------------------------------
 
     def beat(self, now: float) -> None:
-        """Write `now` to this rank's record as a sign of life: the threads of this process run."""
+        """Write the time `now` to this rank's record: the threads of this process run."""
         self._mine[_BEAT] = now
 
     def last_beat(self) -> float:
@@ -111,7 +112,7 @@ class NodeBoard:
         return self._mine[_BEAT]
 
     def show(self, phase: int, now: float) -> int:
-        """Show the other ranks that this rank begins `phase`; return its last phase.
+        """Show the other ranks that this rank begins `phase`; return the phase before.
 
         A phase is the number of what a rank does, such as waiting or saving.
         """
@@ -127,9 +128,10 @@ class NodeBoard:
     # -- all records -----------------------------------------------------------------------
 
     def read(self, known: Container[int] | None = None) -> list[Record]:
-        """Return the records of the living ranks of this node and container, in rank order.
+        """Return the records of the living ranks on this node and in this container, in rank order.
 
-        For the ranks in `known` (by default all ranks), `state` is read from /proc.
+        The field `state` of a record is read from /proc only for the ranks in `known` (by default
+        all).
         """
         space, found = self._mine[_SPACE], []
         for view in self._records:
@@ -146,15 +148,15 @@ class NodeBoard:
         return sorted(found)
 
     def note_stop(self, one: Record) -> None:
-        """Write to the board when rank ``one.rank`` was first and last seen stopped (SIGSTOP)."""
+        """Write when rank ``one.rank`` was first and last seen stopped (SIGSTOP)."""
         view = self._view(one.rank)
         view[_SEEN], view[_LAST] = one.seen, one.last
 
     def note_fate(self, rank: int, why: int, amount: float) -> None:
         """Write to the board why a rank is evicted (killed).
 
-        `why` is the number of the cause, 0 for none. `amount` is the seconds, factor or step that
-        belongs to it.
+        `why` is the number of the cause, 0 for none. `amount` is a number of seconds, a factor or a
+        step, see `evict.cause_in_words`.
         """
         self.fates[rank] = why, amount
         if (view := self._view(rank)) is not None:
@@ -162,9 +164,10 @@ class NodeBoard:
             view[_WHY] = why
 
     def fate(self, rank: int) -> tuple[int, float]:
-        """Return why `rank` was evicted (killed): (number of the cause, seconds, factor or step).
+        """Return why `rank` was evicted (killed): (number of the cause, amount).
 
-        The result is (0, 0.0) if no cause is known.
+        The amount is a number of seconds, a factor or a step. The result is (0, 0.0) if no cause is
+        known.
         """
         view = self._view(rank)
         if view is not None and view[_WHY]:
@@ -197,7 +200,7 @@ def state_of(one: Record) -> str:
 
 
 def _clock_and_numbers() -> float:
-    """Return a number that is equal for processes with the same process numbering and clock."""
+    """Return a number that two processes share if they have the same process IDs and clock."""
     names = []
     for kind in ("pid", "time"):
         try:

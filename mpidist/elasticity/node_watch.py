@@ -6,8 +6,8 @@
                   other ranks. It uses no MPI, so it works while the main threads of all ranks are
                   inside a call of MPI, such as Shrink
 
-A rank watches only ranks of its own node, so no messages are sent. In a step without a long wait, a
-rank only writes to its own record on the node's board (`node_board`).
+A rank watches only ranks of its own node, in shared memory (`node_board`), so no messages are sent.
+In a step without a long wait, a rank only writes its own record there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STEPS = 64
 class NodeWatch:
     """Watches the other ranks of this rank's node, and evicts (kills) ranks that hold others up.
 
-    Until `close`, code in which this rank waits finds this object as `polling.board`, and calls it.
+    Until `close`, this object is `polling.board`, and mpidist calls it while this rank waits.
     """
 
     def __init__(self, board: NodeBoard, deadline: Deadline):
@@ -61,7 +61,7 @@ class NodeWatch:
     # -- what this rank shows --------------------------------------------------------------
 
     def begin_wait(self, now: float) -> int:
-        """Show the other ranks that the main thread waits from now on; return its last phase."""
+        """Show the other ranks that this rank's main thread waits now; return its last phase."""
         self.next_look = now + LOOK
         return self.board.show(WAIT, now)
 
@@ -81,7 +81,7 @@ class NodeWatch:
     def end_steps(self, phase: int = PLAN) -> None:
         """Show the other ranks that this rank does no more steps, and must not count as late.
 
-        `phase` is the number of what it does instead: by default planning, which may take any time.
+        `phase` is the number of what it does instead: by default "plan", which may take any time.
         """
         self.board.show(phase, time.monotonic())
 
@@ -161,7 +161,7 @@ class NodeWatch:
 
 
 def _forget() -> None:
-    """End the watch in a forked child process, because the child is not a rank."""
+    """End the watch in a forked child process: the child is not a rank."""
     polling.board = None
 
 

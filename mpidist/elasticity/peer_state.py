@@ -1,4 +1,4 @@
-"""Send the newest state of a living rank to the ranks that are behind, without a file.
+"""Send the newest state of a living rank to the ranks that have done fewer steps.
 
     rank 0   step 812   behind: receives into new memory, sends on to rank 3, then copies
     rank 1   step 813   has the newest state: sends
@@ -60,7 +60,7 @@ def leaves_of(state: State) -> list[tuple[Path, Any]]:
 def description(state: State) -> dict[str, str]:
     """Return {name: shape and dtype as text} for each array and number of a state.
 
-    The state is a nested dict. All ranks must have equal results.
+    The state is a nested dict. The result must be equal on all ranks.
     """
     return {
         show(path): f"{array_of(leaf).dtype} {array_of(leaf).shape}"
@@ -109,7 +109,7 @@ def bring_up_to_date(comm: MPI.Intracomm, state: State, step: int) -> int:
 
 
 def _in_place(leaf) -> bool:
-    """Return whether a leaf is an array, so that values can be copied into it."""
+    """Return whether a leaf (array or number of a state) is an array, which is changed in place."""
     return is_array(leaf) and not isinstance(leaf, np.generic)
 
 

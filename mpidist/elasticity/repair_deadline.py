@@ -7,14 +7,14 @@ In a repair, the living ranks form a new communicator, in these phases:
     REBUILD   new communicators, and the state     5 s and 10 s for each GB of state
 
 If another rank dies at a bad moment, Open MPI 5.0.11 may hang in these phases. A rank cannot cancel
-its own blocking call of MPI. Therefore a thread that does not use MPI watches the clock. When a
-phase takes longer than its limit, the thread writes this to the rank's heartbeat file and kills the
-process. `mpidist launch` then kills the other ranks, and starts the job again. Without `mpidist
-launch`, the process prints the reason and exits with code 70. The other ranks wait for this rank
-until their own deadlines pass, and then they end, too.
+its own blocking call of MPI. Therefore a thread that does not use MPI measures the time. When a
+phase takes longer than its limit, the thread records this in the file by which `mpidist launch`
+watches the rank, and kills the process. `mpidist launch` then kills the other ranks, and starts the
+job again. Without `mpidist launch`, the process prints the reason and exits with code 70. The other
+ranks wait for this rank until their own deadlines pass, and then they end, too.
 
-MEET is longer than the other phases, because a living rank may be in the middle of a step, and
-because the ranks may first have to evict a stopped rank.
+MEET has a longer limit than the other phases, because a living rank may be in the middle of a step,
+and because the ranks may first have to evict a stopped rank.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RepairDeadline:
     def begin(self, phase: str) -> None:
         """Begin a phase of the repair, such as SHRINK, and end the phase before.
 
-        The phase "" may take any time.
+        A phase that is not in the table above (MEET, SHRINK, REBUILD), such as "", has no limit.
         """
         more = {"MEET": 3 * self._step_seconds, "REBUILD": self._state_seconds}.get(phase, 0.0)
         with self._changed:

@@ -3,7 +3,7 @@
 Each rank measures its own time of each step, and the ranks exchange the times every ten steps
 (`fault_tolerance.stragglers`). All ranks then have the same times, so they find the same slow ranks
 without another message. A slow rank prints the reason and ends itself. The other ranks go on as
-after any death. No step is lost, because all ranks have done the step.
+after any death. No step is lost, because all ranks have finished the step.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .node_board import SLOW, NodeBoard
 class SlowRanks:
     """Evicts ranks that were slow in the last 20 steps. Collective over ``stragglers.comm``.
 
-    A rank is evicted (its process ends) if it is slow in two consecutive windows; a window is ten
-    steps. After each change of the group, make a new `Stragglers` and a new `SlowRanks`. Call
+    A rank is evicted (its process ends) if it is slow in the last ten steps and in the ten steps
+    before. After each change of the group, make a new `Stragglers` and a new `SlowRanks`. Call
     `end_of_step` on all ranks at the end of each step, after the step is done and after
     ``stragglers.note``:
 
@@ -105,7 +105,7 @@ def slow_ranks(times: np.ndarray, factor: float) -> dict[int, float]:
 
 
 def slowest(slow: dict[int, float], most: int) -> list[int]:
-    """Return the `most` slowest of the slow ranks, in rank order; all if there are fewer."""
+    """Return the slowest of the slow ranks, at most `most` of them, in rank order."""
     return sorted(sorted(slow, key=lambda rank: (-slow[rank], rank))[: max(most, 0)])
 
 

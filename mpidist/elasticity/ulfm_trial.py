@@ -1,11 +1,9 @@
 """Try with two ranks whether a rank really goes on after the death of another rank.
 
-`mpidist launch` does this once before it relies on it.
-
 A launcher may accept ``--with-ft ulfm`` although its MPI library was built without ULFM, or with a
 runtime of another version. So `mpidist launch --elastic` first starts a trial with two ranks. One
-of the two ranks kills itself, and the trial succeeds if the other rank goes on. A success is stored
-in the cache folder, and the trial is not repeated.
+of the two ranks kills itself, and the trial succeeds if the other rank goes on. A success is
+recorded in the cache folder, and then later jobs make no trial.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def check_survival(words: Sequence[str], version: str) -> None:
-    """Start two ranks by `words`, and let one die; raise ConfigError if the other dies, too.
+    """Start two ranks, and let one die; raise ConfigError if the other dies, too.
 
     If the trial cannot start, for example because all slots are in use, its result is unknown. Then
     no error is raised, and the next call tries again.
