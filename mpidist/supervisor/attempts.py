@@ -1,4 +1,4 @@
-"""Run a program under an MPI launcher until it is done; start it again after a failure.
+"""Run a program under an MPI launcher until it is done, and again after each failure.
 
 An attempt is one start of the program on all ranks. `mpidist launch` itself does not use MPI, and
 starts the launcher (such as mpiexec) in a session of its own. An environment variable marks all
@@ -119,7 +119,7 @@ def run(job: LaunchedJob) -> int:
 
 
 def _with_ready_ranks(growth: Growth, action: Action) -> Action:
-    """Return the next action: `action`, unless an attempt with more ranks is ready to take over."""
+    """Return `action`, or one that goes on with an attempt whose additional ranks are ready."""
     if not growth.gone and action.what == "relaunch" and not action.pause:
         # The old ranks have ended before they were asked for their state, so the new ranks restore
         # the newest step in the store.
@@ -142,7 +142,7 @@ def _finish(job: LaunchedJob, action: Action) -> int:
 
 
 def _asked_within(seconds: float) -> bool:
-    """Wait before the next attempt; return whether a signal has asked for a stop in this time."""
+    """Wait before the next attempt; return whether a signal asks for a stop meanwhile."""
     return signal.sigtimedwait((*ASK, signal.SIGINT, signal.SIGHUP), seconds) is not None
 
 

@@ -73,8 +73,8 @@ def command(
     hosts : mapping, optional
         The hosts, and how many ranks each host can run. With None, the launcher chooses the hosts.
     restricted : bool
-        Whether the command line must name the hosts, because the launcher knows more hosts than it
-        may use.
+        Whether the command line must name the hosts, because the launcher would otherwise use other
+        hosts, too.
     """
     if not words and hosts is None:
         return launcher_command(ranks)
@@ -113,7 +113,7 @@ def printed_version(launcher: str) -> str:
 
 
 def again(ranks: int, started_by: str, library: str, crowded: bool) -> list[str]:
-    """Return the words of a command that starts `ranks` ranks with the launcher of this process.
+    """Return the words of a command that starts `ranks` ranks as this process was started.
 
     Parameters
     ----------
@@ -138,7 +138,7 @@ def again(ranks: int, started_by: str, library: str, crowded: bool) -> list[str]
 
 
 def callable_as(program: str) -> str:
-    """Return a name by which a shell finds `program`, which is in the folder of this Python."""
+    """Return how a user can call `program`, which is in the folder of this Python."""
     own = Path(sys.executable).with_name(program)
     found = shutil.which(program)
     if not own.exists() or (found and Path(found).resolve() == own.resolve()):
@@ -148,7 +148,7 @@ def callable_as(program: str) -> str:
 
 
 def quick_start(kind: str, launcher: str, environ: Mapping[str, str]) -> str:
-    """Return a shell command that avoids a needless wait in Open MPI's MPI_Init, or "".
+    """Return a shell command that saves Open MPI's ranks a needless wait, or "".
 
     The command switches off one of Open MPI's transports if all ranks are on one host. The result
     is "" for launchers of other MPI libraries, or if the user has chosen the transports in a
@@ -192,7 +192,7 @@ def parse_hosts(text: str) -> dict[str, int]:
 
 
 def named_like(host: str, hosts: Collection[str]) -> str:
-    """Return the name by which `hosts` has the host `host`; "" if it is not among them.
+    """Return the name of the host `host` in `hosts`; "" if it is not among them.
 
     Only the part of a name before the first dot is compared. The result is also "" if `hosts` has
     fewer than two entries, because a job cannot leave out its only host.
@@ -207,8 +207,8 @@ def host_test(
 ) -> list[str]:
     """Return a command that starts `program` on `host`; by default ``true``, which does nothing.
 
-    With `by_slurm`, the command is a step of this Slurm job instead of a start of the launcher,
-    which would take ten times as long.
+    With `by_slurm`, the command starts the program by srun, and otherwise by the launcher, which
+    takes ten times as long.
     """
     if not by_slurm:
         # Open MPI 5.0.11's launcher hung in 29 of 430 starts of a program that ended at once, and
@@ -273,7 +273,7 @@ def slurm_away(hosts: Sequence[str]) -> set[str]:
 
 
 def slurm_doors(hosts: Sequence[str]) -> dict[str, tuple[str, int]]:
-    """Return {host: (address, port)}: where the Slurm daemon of each host listens."""
+    """Return {host: (address, port)}: where the Slurm daemon of each host accepts connections."""
     listed = "NodeHost:255,NodeAddr:255,Port:20"
     said = _ask(["sinfo", "-h", "-N", "-n", ",".join(hosts), "-O", listed])
     lines = (line.split() for line in said.splitlines())
@@ -281,7 +281,7 @@ def slurm_doors(hosts: Sequence[str]) -> dict[str, tuple[str, int]]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Return the numbers in a text of Slurm: ``2(x3),1`` becomes 2, 2, 2, 1."""
+    """Return the numbers of tasks in a text of Slurm: ``2(x3),1`` becomes 2, 2, 2, 1."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)

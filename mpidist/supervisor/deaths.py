@@ -1,9 +1,9 @@
 """Record in which order ranks on this host have ended, and kill the remaining ranks.
 
 The kernel reports the end of a process at once through a handle (pidfd). A handle always refers to
-the same process, even if a later process gets the same number. The end of a rank is not recorded if
-the kernel has no pidfd handles (before Linux 5.3), or if the rank is in a container with its own
-process numbers. If the end of a rank is not recorded, only the launcher notices it.
+the same process, even if a later process gets the same number. Without pidfd handles (before Linux
+5.3), and for ranks in a container with its own process numbers, nothing is recorded. Only the
+launcher then notices the end of a rank.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ leave them the state of the training run, and end. This is a hand-over:
     launcher      starts   ready: asks                     decides
     new attempt   . . . gets ready, waits . . . . . . . . . . . . restores, trains
 
-Until the launcher has decided, the old attempt owns the run, and the launcher can end the new
-attempt at any time. `fault_tolerance.hand_over` has the ranks' part in the hand-over.
+"Launcher" here is `mpidist launch`. Until it has decided, only the old attempt may write to the
+run's folder, and `mpidist launch` can end the new attempt at any time. The ranks' side of the
+hand-over is in `fault_tolerance.hand_over`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Waiting(Protocol):
         """The newest heartbeat of each rank of the new attempt."""
 
     def fault(self, now: float) -> str:
-        """Return why the waiting attempt must be given up; "" if there is no reason."""
+        """Return why the waiting attempt cannot take over any more; "" if it can."""
 
     def end(self) -> None:
         """End all processes of the new attempt (start of the program)."""
@@ -90,11 +91,11 @@ class Growth(Generic[W]):
         return ""
 
     def listen(self, numbers: Collection[int], seconds: float):
-        """Wait for a signal to `mpidist launch`, and meanwhile for the state of the old ranks.
+        """Wait for a signal to `mpidist launch`, or until the old ranks have left their state.
 
         `numbers` are the numbers of the signals. As soon as the old ranks have left the state,
-        decide that the new ranks continue the run. Returns the signal, or None after `seconds` or
-        when the decision was made.
+        decide that the new ranks continue the run. Returns the signal. Returns None after
+        `seconds`, or when the decision was made.
         """
         if not self.asked or self.gone:
             return signal.sigtimedwait(numbers, seconds)

@@ -35,7 +35,7 @@ def note_event(folder: Path, kind: str, facts: dict) -> None:
 def next_attempt(folder: Path, known: int) -> int:
     """Return the number of the next attempt (start of the program), for the name of its folder.
 
-    `known` is the number of attempts that the file ``history.jsonl`` lists.
+    `known` says how many attempts the file ``history.jsonl`` lists.
 
     If `mpidist launch` was killed, its last attempt has a folder, but is not in ``history.jsonl``.
     This function marks such an attempt as over, so that its ranks end. All earlier attempts are

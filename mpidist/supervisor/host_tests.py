@@ -1,9 +1,9 @@
 """Test which hosts can start a program now, without waiting long for hosts that cannot.
 
 If a host is switched off, or its daemon has died, a launcher waits for it, often for minutes. At
-first, a dead host looks the same as a slow host. So the time limit for a host depends on the other
-hosts. As soon as the program has ended without an error on half of the hosts, the limit is 10 times
-the time that they have needed (`TIMES`), but at least 3 s (`LEAST`):
+first, a dead host looks the same as a slow host. So the time limit for a host depends on how long
+the other hosts have needed. As soon as the program has ended without an error on half of the hosts,
+the limit is 10 times the time that they have needed (`TIMES`), but at least 3 s (`LEAST`):
 
     n1  0.2 s   ends well
     n2  0.3 s   ends well
@@ -41,7 +41,7 @@ _CONNECT = 0.5
 
 
 class _Patience:
-    """The time limit for the test of a host, computed from the tests that have ended well."""
+    """The time limit for the test of a host, computed from the tests that have succeeded."""
 
     def __init__(self, hosts: int):
         self._half, self._took = (min(hosts, _WIDTH) + 1) // 2, list[float]()
@@ -72,8 +72,9 @@ def silent_hosts(
     environment : mapping
         The environment of the command.
     doors : mapping, optional
-        host -> the address and the port on which a daemon of the host must listen. A host that
-        refuses a connection to this port counts as silent, and the program is not started there.
+        For each host, the address and the port at which a daemon of the host must accept
+        connections. A host that refuses a connection to this port counts as silent, and the program
+        is not started there.
     """
     patience = _Patience(len(hosts))
 

@@ -1,6 +1,6 @@
 """Choose the hosts for an attempt of `mpidist launch`.
 
-A host is chosen if it answers, unless its ranks were several times the first to fail.
+A host is used if it can start a program, unless its ranks were the first to fail several times.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class LaunchedJob(NamedTuple):
 
     `words` are the words of the user's launcher command. `hosts` has the number of ranks on each
     host. `slurm` says whether the hosts belong to a Slurm allocation. `elastic` says whether the
-    living ranks go on when a rank dies. `notice` is a file or a command that announces that the
-    hosts will be taken away. `hosts_from` is a command that prints the hosts of the next attempt.
+    living ranks go on when a rank dies. `notice` is a file that appears, or a command that exits
+    with 0, when the hosts will be taken away. `hosts_from` is a command that prints the hosts of
+    the next attempt.
     """
 
     program: tuple[str, ...]
@@ -111,7 +112,7 @@ def all_hosts(job: LaunchedJob) -> AttemptPlace:
 
 
 def usable(job: LaunchedJob, before: AttemptPlace, unstarted: bool = False) -> AttemptPlace:
-    """Return the hosts on which the next attempt can run, because they answer.
+    """Return the hosts that can start a program, for the next attempt.
 
     Parameters
     ----------
@@ -148,7 +149,10 @@ def usable(job: LaunchedJob, before: AttemptPlace, unstarted: bool = False) -> A
 
 
 def _silent(job: LaunchedJob, hosts: list[str], left: list[str], unstarted: bool) -> list[str]:
-    """Return the members of `hosts` that do not answer; `left` are the allocation's hosts."""
+    """Return those of `hosts` that cannot start a program.
+
+    `left` are the hosts that the Slurm allocation still has.
+    """
     silent: list[str] = []
     for by_slurm in (True, False) if job.slurm and unstarted else (job.slurm,):
         words = partial(commands.host_test, words=job.words, by_slurm=by_slurm)
@@ -184,11 +188,11 @@ def run_on_hosts(
 
 
 def doubted(job: LaunchedJob, attempt: Attempt, place: AttemptPlace) -> Attempt:
-    """Return the result of an attempt; it counts as failed if it seems done but a host is silent.
+    """Return the result of an attempt, as failed if it seems done but a host does not answer.
 
     If a host is lost, Open MPI's launcher ends with exit code 0, so this code does not prove that
-    the program has finished. If the ranks write heartbeats, these show whether they have finished;
-    a program without heartbeats is doubted here.
+    the program has finished. If the ranks write heartbeats, these show whether the ranks have
+    finished. Without heartbeats, this function tests the hosts of the attempt.
     """
     hosts = list(place.hosts or ())
     if not attempt.finished or attempt.told or len(hosts) < 2:
@@ -216,7 +220,7 @@ def without_culprits(
 
 
 def room(job: LaunchedJob, hosts: Mapping[str, int] | None) -> int:
-    """Return how many ranks can run on `hosts`, some of the job's hosts; None means all hosts."""
+    """Return how many ranks can run on `hosts`, which are some of the job's hosts (None: all)."""
     if not job.hosts or hosts is None:
         return job.ranks
     if job.hosts_from:

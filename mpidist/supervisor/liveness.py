@@ -1,4 +1,4 @@
-"""Decide from the heartbeats of the ranks whether an attempt must be ended. Pure."""
+"""Decide from the ranks' heartbeats (signs of life in files) whether to end an attempt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..launch.heartbeat import Sign
 
 
 class Limits(NamedTuple):
-    """After how many seconds without progress an attempt (a start of the program) must be ended.
+    """The time limits after which an attempt (a start of the program) must be ended, in seconds.
 
     - `heartbeat`: the longest time without a heartbeat of a rank.
     - `start`: the longest time until all ranks have begun. With None, the limit is 300 s, counted
@@ -62,12 +62,12 @@ class Vigil:
 
     A sign is the newest heartbeat of a rank, read from the rank's file. On shared file systems the
     file of a rank may be unreadable for a while; the heartbeat that was read last then stays valid.
-    The time without a new heartbeat is measured by the clock of this host. If the time between two
-    calls of `look` is much too long, `mpidist launch` itself was stopped (as by SIGSTOP), and the
-    times without a new heartbeat are counted from zero.
+    The time since a rank's last heartbeat is measured by the clock of this host. If the time
+    between two calls of `look` is much too long, `mpidist launch` itself was stopped (as by
+    SIGSTOP), and these times begin again with zero.
 
-    An attempt is one start of the program on all ranks. `dead_ends` says whether the death of a
-    rank must end the attempt, because the other ranks cannot go on. `queues` says whether the
+    An attempt is one start of the program on all ranks. `dead_ends` says whether the other ranks
+    cannot go on after the death of a rank, so that the attempt must end. `queues` says whether the
     launcher may wait, as srun does, before it starts a process. `dead` are the first ranks that
     have died without an orderly exit.
 
@@ -114,10 +114,10 @@ class Vigil:
     def culprit(self) -> str:
         """Return the host whose ranks failed first, or "" if it is unknown.
 
-        A rank that ended by an exception has recorded its failure in its heartbeat file. The
-        method `look` has found the ranks whose heartbeats stopped. A killed rank records nothing,
-        but the launcher then sends a signal to all other ranks, and these record the signal. If
-        other ranks have recorded a signal, a rank that has recorded neither a signal nor an exit
+        A rank that ended by an exception has recorded its failure in its heartbeat file. A rank
+        whose heartbeats have stopped was found by the method `look`. A killed rank records nothing,
+        but the launcher then sends a signal to all other ranks, and these record the signal. So a
+        rank that has recorded neither a signal nor an exit, while others have recorded a signal,
         was killed.
         """
         heard = any(sign.heard for sign in self.signs)
@@ -179,7 +179,7 @@ class Vigil:
         return self._stalled(signs, there, now)
 
     def _living(self, signs: Sequence[Sign], gone: Collection[int]) -> list[Sign]:
-        """Return the ranks that still run, which have not ended and have not died."""
+        """Return the heartbeats of the ranks that have neither ended nor died."""
         there = [sign for sign in signs if sign.code < 0]
         return [sign for sign in there if not (sign.pid in gone and sign.host == self._host)]
 
@@ -216,9 +216,9 @@ class Vigil:
         return now - since
 
     def _lasts(self, what: str, so: bool, now: float) -> float:
-        """Return for how many seconds the condition called `what` has been true; -1 if it is false.
+        """Return for how many seconds a condition has been true; -1 if it is false.
 
-        `so` says whether the condition is true now.
+        `what` is the name of the condition, and `so` says whether it is true now.
         """
         if not so:
             self._since.pop(what, None)

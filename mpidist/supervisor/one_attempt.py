@@ -1,4 +1,4 @@
-"""One attempt of `mpidist launch`: start the launcher, handle requests, and end all processes."""
+"""One attempt (start of the program) of `mpidist launch`, from its start to its end."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class SharedFacts(NamedTuple):
     """What all attempts (starts of the program) of a job share.
 
     These are the results of earlier attempts, the folder in /dev/shm for copies of the state, and
-    the requests to the job: to continue with more ranks, or to end.
+    the requests of users (to continue with more ranks, or to end).
     """
 
     attempts: list[Attempt]
@@ -146,7 +146,7 @@ class RunningAttempt:
         self.begun = False
 
     def _before(self) -> None:
-        """Unblock signals and remove an old Open MPI session folder before the launcher begins."""
+        """Prepare the launcher's process: unblock signals, remove Open MPI's old session folder."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
         remove_session(os.getpid(), self.environment)
 
@@ -193,7 +193,7 @@ class RunningAttempt:
         return self.vigil.signs
 
     def fault(self, now: float) -> str:
-        """Return why this attempt, which waits to take over a run, must be given up; or ""."""
+        """Return why this attempt, which waits to take over a run, cannot do so any more; or ""."""
         if self.process.poll() is not None:
             return f"its launcher has ended with exit code {self.process.returncode}"
         with contextlib.suppress(OSError):
@@ -208,7 +208,7 @@ class RunningAttempt:
         return ""
 
     def _passed_on(self, number: int) -> bool:
-        """Return whether the next attempt, which has taken over, must handle a request to stop."""
+        """Return whether the next attempt must handle a request to stop, because it has the run."""
         if self.growth is None:
             return False
         if self.growth.call_off():
@@ -219,7 +219,7 @@ class RunningAttempt:
         return True
 
     def _look_at_requests(self, now: float) -> float:
-        """Handle a new request; return the time by which the ranks must have ended."""
+        """Handle a new request to the job; return the time by which the ranks must have ended."""
         if self.growth is not None:
             return self._look_at_growth(self.growth, now)
         request = self.requests.look() if self.request is None and self._listens() else None
@@ -232,7 +232,10 @@ class RunningAttempt:
         return self._ask(request.text, now)
 
     def _look_at_growth(self, growth: Growth, now: float) -> float:
-        """Continue a hand-over (`Growth`) or give it up; return when the ranks must have ended."""
+        """Continue to hand the run over to more ranks, or give this up.
+
+        Returns the time by which the ranks of this attempt must have ended.
+        """
         if growth.gone:
             return now + LEAVE
         asked, why = growth.asked, growth.look(self.signs, now)
@@ -286,7 +289,7 @@ class RunningAttempt:
         return now + self.job.limits.grace
 
     def _listens(self) -> bool:
-        """Return whether the ranks are in their loop; before, a signal to stop would kill them."""
+        """Return whether the ranks handle a signal to stop; before that, it would kill them."""
         signs = self.vigil.signs
         return self.begun and (not signs or any(sign.step is not None for sign in signs))
 
@@ -390,7 +393,7 @@ class RunningAttempt:
 
 
 def _has(pid: int, variable: bytes) -> bool:
-    """Return whether a process has a variable, such as ``b"NAME=value"``, in its environment."""
+    """Return whether a process has ``b"NAME=value"`` in its environment."""
     with contextlib.suppress(OSError):
         return variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return False

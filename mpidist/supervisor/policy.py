@@ -1,4 +1,4 @@
-"""Decide what `mpidist launch` does after an attempt, by a pure function of all attempts so far.
+"""Decide what `mpidist launch` does after an attempt, from the results of all attempts.
 
     attempt 0   4 ranks   exit 137 at step 812     -> again, with 4 ranks
     attempt 1   4 ranks   exit 137 at step 951     -> again
@@ -69,7 +69,7 @@ class Attempt(NamedTuple):
 
     @property
     def finished(self) -> bool:
-        """Whether the program ran to its end, which the exit code alone does not prove."""
+        """Whether the program ran to its end; the exit code alone does not prove this."""
         return self.code == 0 and not self.why and self.left == self.told
 
     @property
@@ -224,7 +224,7 @@ def left_out(
 
 
 def _same_twice(attempts: Sequence[Attempt]) -> bool:
-    """Return whether the two newest attempts have the same result, last step and number of ranks.
+    """Return whether the two newest attempts ended alike: result, last step, number of ranks.
 
     Returns False for a program that writes no heartbeats, because its step is unknown. Such a
     program is stopped only by the limit of failures.

@@ -1,9 +1,9 @@
-"""Requests to a running job: to continue with more ranks, or to end before its hosts go away.
+"""Requests to a running job: continue with more ranks, or end before its hosts go away.
 
 `mpidist grow` requests more ranks by a file in the control folder. A cloud may give a notice some
 minutes before it takes a machine away; `mpidist launch` notices it by a file that appears, or by a
-command that exits with 0. In both cases `mpidist launch` asks the ranks to save and exit, as by
-SIGUSR1, and then decides what to do next.
+command that exits with 0. In both cases `mpidist launch` asks the ranks by SIGUSR1 to save and
+exit, and then decides what to do next.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class JobRequest(NamedTuple):
 
 
 class Requests:
-    """Looks for requests to a running job, in its control folder and by a notice.
+    """Looks for requests to a running job: files in its control folder, and `notice`.
 
     `notice` is the name of a file that appears, or a command that exits with 0, when the hosts will
     be taken away; "" for none.
@@ -53,7 +53,7 @@ class Requests:
             self._command = _Command(words)
 
     def look(self, growth: bool = True) -> JobRequest | None:
-        """Return a new request, or None; without `growth`, leave requests for more ranks unread."""
+        """Return a new request, or None; requests for more ranks only if `growth` is true."""
         with suppress(OSError):
             if growth and (more := _taken(self._control)):
                 return JobRequest(f"asked for {more} more rank{'s' * (more > 1)}", more)
@@ -120,7 +120,7 @@ def request_files(control: Path) -> list[Path]:
 
 
 def _taken(control: Path) -> int:
-    """Return how many more ranks are requested in all, and remove the requests."""
+    """Return how many more ranks are requested in all, and remove the files of these requests."""
     more = 0
     for path in control.glob(f"{_GROW}*"):
         with suppress(OSError, ValueError):  # the other requests count if one cannot be read
