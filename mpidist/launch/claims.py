@@ -101,7 +101,7 @@ def check_launcher(environ: Mapping[str, str], library: str) -> None:
 
 
 def network_for(environ: Mapping[str, str], library: str) -> dict[str, str]:
-    """Return the variables that make MPI_Init of this library work, and work quickly.
+    """Return environment variables with which MPI_Init of this library works, and quickly.
 
     Open MPI 5 has a component for one-sided transfers over libfabric. If MPI_Init closes this
     component unused, the component sleeps for a second. If all ranks are on one host, they never
@@ -110,13 +110,13 @@ def network_for(environ: Mapping[str, str], library: str) -> dict[str, str]:
     programs under `mpidist launch`, `supervisor.commands` excludes the component.
 
     If MPICH uses the network library UCX, it publishes the address of a rank in 4096 bytes,
-    although the address has only some hundred bytes. MPICH sends the 4096 bytes in nine values of
-    up to 1022 digits each. Slurm's pmi2 plugin reads only 1024 bytes of a request, and a request
-    also contains a name and a key, so the values are cut. It then depends on the contents of unused
-    memory whether MPI_Init returns or waits for ever (Slurm's src/plugins/mpi/pmi2/pmi1.c,
-    handle_pmi1_cmd; MPICH's ch4/netmod/ucx/ucx_init.c). The returned variables select libfabric,
-    whose addresses are short, instead of UCX. If the user has chosen a network library, no variable
-    is returned.
+    although the address has only some hundred bytes. MPICH sends the 4096 bytes to the launcher in
+    nine requests, each with a value of up to 1022 digits. Slurm's pmi2 plugin reads only 1024 bytes
+    of a request. A request also contains a name and a key, so its value is cut. It then depends on
+    the contents of unused memory whether MPI_Init returns or waits for ever (Slurm's
+    src/plugins/mpi/pmi2/pmi1.c, handle_pmi1_cmd; MPICH's ch4/netmod/ucx/ucx_init.c). The returned
+    variables select libfabric, whose addresses are short, instead of UCX. If the user has chosen a
+    network library, no variable is returned.
 
     libfabric has several providers (network drivers). On a TCP network, MPICH prefers the provider
     "sockets" to "tcp". With "sockets", about 3 of 100 starts wait for ever in MPI_Init on a busy

@@ -1,10 +1,9 @@
-"""The control group of a process: its memory limit, and its processes killed for lack of memory.
+"""The control group of a process: its memory limit, and its kills for lack of memory.
 
-Linux has two versions of control groups. The OOM killer of Linux kills a process if memory is
-lacking. A control group of version 2 counts the killed processes, including those of its child
-groups, in the file ``memory.events``. A control group of version 1 counts the killed processes in
-the file ``memory.oom_control``. Every process that can read the folder of a group can read how many
-processes were killed.
+If memory is lacking, the OOM killer of Linux kills a process. Linux has two versions of control
+groups. Both count the killed processes: version 2 in the file ``memory.events``, including those of
+child groups, and version 1 in the file ``memory.oom_control``. Every process that can read the
+folder of a group can read how many processes were killed.
 """
 
 from __future__ import annotations

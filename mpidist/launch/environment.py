@@ -1,4 +1,4 @@
-"""Environment variables: settings of MPI, ULFM, and the folders that several runs share.
+"""Environment variables: settings of MPI, ULFM (survival of dead ranks), shared folders.
 
 `mpidist launch` starts the program of a job again after a failure; each start is called an attempt.
 """
@@ -35,7 +35,7 @@ def attempt_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def attempt_before(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder of the running attempt that this attempt will replace, or None.
+    """Return the folder of the attempt that still trains and that this one replaces, or None.
 
     An attempt is a start of the program by `mpidist launch`. When a job gets more ranks, for
     example by `mpidist grow`, a new attempt begins while the earlier one still trains, and then

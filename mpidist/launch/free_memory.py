@@ -39,7 +39,8 @@ def remove_stale_copies(memory: Path) -> None:
 def available_memory(root: Path = Path("/")) -> int | None:
     """Return the bytes that this process may still allocate, or None if they are unknown.
 
-    The result is the smaller of the node's available memory and the control groups' unused memory.
+    The result is the node's available memory, or the unused memory of the process's control groups
+    if that is less.
     """
     facts = [line.split() for line in text_or_empty(root / "proc/meminfo").splitlines()]
     limits = [int(words[1]) * 1024 for words in facts if words[:1] == ["MemAvailable:"]]

@@ -1,10 +1,11 @@
-"""Heartbeats: each rank records in a file that it lives, its step, and whether it has left.
+"""Heartbeats: each rank writes to a file that it lives, its step, and whether it has ended.
 
 The command `mpidist launch` reads the heartbeat files of all ranks. The folder of each attempt to
 run the job has one heartbeat file per rank. The file is mapped into memory, so recording a step
 costs one store to memory, and the launcher can read the newest step even after a SIGKILL. A thread,
 which does not use MPI, increments a counter in the file. The thread also checks whether this
-attempt is over, and whether the launcher still runs. Examples of files:
+attempt is over, and whether the launcher still runs. If the attempt is over, the thread ends the
+process; if the launcher is gone, it asks the rank for a stop. Examples of files:
 
     rank 0   beat 41  step 812  left      the rank has ended by itself
     rank 1   beat 37  step 811            the rank was killed or is stopped
@@ -14,8 +15,8 @@ attempt is over, and whether the launcher still runs. Examples of files:
 The exit code of ``mpiexec`` alone proves nothing: the ``mpiexec`` of Open MPI, run with fault
 tolerance, returns 0 even after a rank was killed. A rank that ends by itself writes "left" to its
 file; a rank that is killed cannot do this. When all living ranks have reached the end of the job
-together, each of them writes its exit code, too. If a job continues when ranks die, only these exit
-codes show that the job has succeeded.
+together, each of them writes its exit code, too. If a job goes on after ranks have died, only these
+exit codes show that it has succeeded.
 """
 
 from __future__ import annotations
@@ -75,14 +76,14 @@ class Sign(NamedTuple):
 
     `first` is the number of the step with which this attempt to run the job began.
 
-    `heard` is true if a signal has asked the rank to end, and `failed` is true if an error of the
-    rank ends the job. `peak` is the largest number of bytes of memory that the rank has held.
-    `limit` is the memory limit in bytes of the rank's control group, or 0 if there is no limit.
-    `kills` is the number of processes of the control group that the kernel has killed so far for
-    lack of memory, and `kills_before` is that number when the rank began; both are -1 if unknown.
-    `group` is a number that identifies the control group on its host. `pid` and `born` (the start
-    time of the process) together identify the process on its host, unless a container has a pid
-    namespace of its own.
+    `left` is true if the rank has ended by itself. `heard` is true if a signal has asked the rank
+    to end, and `failed` if an error of the rank ends the job. `peak` is the largest number of bytes
+    of memory that the rank has held. `limit` is the memory limit in bytes of the rank's control
+    group, or 0 if there is no limit. `kills` is the number of processes of the control group that
+    the kernel has killed so far for lack of memory, and `kills_before` is that number when the rank
+    began; both are -1 if unknown. `group` is a number that identifies the control group on its
+    host. `pid` and `born` (the start time of the process) together identify the process on its
+    host, unless a container has a pid namespace of its own.
 
     `code` is the exit code of a rank that has left together with all living ranks, else -1.
     `deaths` is how many deaths of other ranks this rank has survived. If a rank without new
@@ -147,7 +148,7 @@ class Pulse:
         self.flush()
 
     def flush(self) -> None:
-        """Make the heartbeat file of this rank visible on other hosts now."""
+        """Make the newest heartbeat of this rank visible on other hosts now."""
         with contextlib.suppress(OSError):
             self._map.flush()
 
@@ -278,7 +279,7 @@ def note_deaths(count: int) -> None:
 
 
 def give_up() -> bool:
-    """Ask `mpidist launch` to end this attempt to run the job; return whether it is there to read.
+    """Ask `mpidist launch` to end this attempt; return whether `mpidist launch` reads this.
 
     A rank calls this function if it could not continue after the death of another rank. The request
     is a number in the rank's heartbeat file.
@@ -301,7 +302,7 @@ def tell_launcher(name: str, text: str = "") -> None:
 
 
 def make_decision(folder: Path, text: str) -> bool:
-    """Decide which of two attempts continues a training run; return whether `text` is the decision.
+    """Decide which of two attempts continues a run; return whether `text` is the decision.
 
     When a job gets more ranks, for example by `mpidist grow`, two attempts (starts of the program)
     run at the same time: the first one, whose folder is `folder`, and a new one with more ranks.

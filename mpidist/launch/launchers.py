@@ -87,7 +87,10 @@ def launcher_command(n: int, *, mpi: str | os.PathLike | None = None) -> list[st
 
 
 def command_words(option: str, text: str) -> list[str]:
-    """Return the words of the command `text`, the value of `option`, as a shell would split it."""
+    """Return the words of the command `text`, as a shell would split it.
+
+    `option` is the option whose value is `text`, for the error text.
+    """
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -127,10 +130,10 @@ def start(
     cwd: str | os.PathLike | None = None,
     mpi: str | os.PathLike | None = None,
 ) -> Started:
-    """Start the program `args` on n ranks and return at once; the result has ``finish(timeout)``.
+    """Start the program `args` on n ranks and return at once.
 
-    The result is the running job, which a test can use, for example by
-    ``job.process.send_signal(...)`` or ``job.output()``.
+    The result is the running job: ``job.finish(timeout)`` waits for its end, ``job.output()``
+    returns its output so far, and ``job.process.send_signal(...)`` sends a signal to the launcher.
     """
     command = [*launcher_command(n, mpi=mpi), *args]
     # All ranks are on this host, where Open MPI's component "ofi" only sleeps for a second in

@@ -1,4 +1,4 @@
-"""Read from /proc which processes are running, when they began, and what files of MPI they map."""
+"""Read from /proc which processes run, when they began, and which files of MPI they map."""
 
 from __future__ import annotations
 

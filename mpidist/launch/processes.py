@@ -134,7 +134,7 @@ class Started:
         return os.pread(file.fileno(), length, 0).decode(errors="replace")
 
     def finish(self, timeout: float = 60) -> Finished:
-        """Wait at most `timeout` seconds for the command, then end its processes that still run."""
+        """Wait at most `timeout` seconds for the command; end all its processes that still run."""
         if self._finished is not None:
             return self._finished
         timed_out = False

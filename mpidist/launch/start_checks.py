@@ -1,6 +1,4 @@
-"""Checks at the start of a job.
-
-If a job was launched wrongly, the job ends with a line that names the cause and the cure.
+"""Checks at the start of a job: a wrong launch ends with a line with cause and cure.
 
 Before MPI_Init, the module `claims` checks the launcher's environment variables. After MPI_Init,
 the ranks compare the versions of their software. If the versions of the ranks differ, the job ends
@@ -138,8 +136,8 @@ def check_launch(
     facts : mapping, optional
         The `versions_fingerprint` of this rank, if the caller has added entries to it.
     problem : str, optional
-        A text that says why this rank cannot continue. If rank 0 has a problem, rank 0 has printed
-        it before this call.
+        A text that says why this rank cannot continue. The caller prints the problem of rank 0
+        before this call.
 
     Raises
     ------
