@@ -1,12 +1,12 @@
 """The check that model replicas are equal to the last bit: ``md.check_replicas(comm, params)``.
 
-Every rank computes a CRC of each tensor's bytes and a digest of all CRCs. One small allreduce
-compares the digests. Only if digests differ, the ranks exchange the CRCs, and the error names the
-tensors and the ranks that differ from most ranks.
+Every rank computes a CRC (checksum) of each tensor's bytes and a digest of all CRCs. One small
+allreduce compares the digests. Only if digests differ, the ranks exchange the CRCs. The error names
+the tensors that differ, and the ranks whose tensors differ from those of most ranks.
 
 A CRC is faster than a cryptographic hash: on one Zen 4 core, zlib's CRC processes 4 GB/s, SHA-1 2
-GB/s, and BLAKE2 1 GB/s. A CRC detects every change of up to 32 consecutive bits, and it misses
-about one in 2^32 of the other changes.
+GB/s, and BLAKE2 1 GB/s. A CRC detects every change within 32 consecutive bits. Of all other changes
+it misses about one in 2^32.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How long the steps of each worker took, and which part of the time was communication.
+"""How long each worker's steps took, and which fraction of this time was communication.
 
     step    | data | gradients          | exchange of gradients   |
               ----- computation ------    ---- communication -----
 
 Communication is the time from the end of a worker's computation to the end of the step, in which
-the worker sends, receives, and waits for others. Messages that are sent while gradients are still
-computed do not count. This module uses no MPI.
+the worker sends, receives, and waits for others. The time of messages that are sent while gradients
+are still computed does not count. This module uses no MPI.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def summarize_steps(workers: Sequence[dict]) -> dict:
 
 
 def warn_of_share(times: dict, seconds: float) -> str:
-    """Print and return a warning if too much of the time of the steps was communication.
+    """Print and return a warning if too much of the steps' time was communication.
 
     `times` is from `summarize_steps`, and `seconds` is the time of the run. Returns "" if there is
     no reason to warn.

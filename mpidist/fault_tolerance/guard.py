@@ -111,7 +111,7 @@ def guard(
         The number of steps in each block over which `check_loss` computes a mean loss. `check_loss`
         stops the run if the mean of a block is not less than the means of all earlier blocks.
     every : int
-        The ranks combine their flags only at every step whose number is a multiple of `every`.
+        The ranks combine their flags only at steps whose number is a multiple of `every`.
     deciders : MPI.Intracomm, optional
         The ranks that run the loop and call `should_stop`, if they are not all ranks of `comm`. The
         other ranks (servers) pass ``MPI.COMM_NULL``, and if the loop was stopped, they raise
@@ -170,7 +170,7 @@ class Guard:
         return self
 
     def _entering(self) -> float | None:
-        """Raise an error outside the main thread; with "auto", rank 0 returns the time left."""
+        """Raise an error outside the main thread; with "auto", rank 0 returns the seconds left."""
         if threading.current_thread() is not threading.main_thread():
             raise ProtocolError("guard: enter it in the main thread; Python delivers signals there")
         asked = self._time_limit == "auto" and self._given.rank == 0
@@ -205,7 +205,7 @@ class Guard:
         return int(self._wish() != 0)
 
     def fits(self, comm: MPI.Intracomm | None = None, wait=wait_until) -> bool:
-        """Return whether a save that begins now can end before the allocation does.
+        """Return whether a save that begins now can end before the job's allocation ends.
 
         Collective over `comm`, which has the ranks that save; by default, these are all ranks that
         run the training loop. Returns true if the guard has no ``time_limit="auto"``, or if there
@@ -277,8 +277,8 @@ class Guard:
     def leave(self, step: int, state: Mapping | None = None) -> None:
         """Save the state under the number `step`, if a store exists, and raise Stopped. Collective.
 
-        If a save would not end before the allocation does, nothing is saved, and the previous
-        checkpoint stays the newest.
+        If a save would not end before the job's allocation ends, nothing is saved, and the previous
+        checkpoint remains the newest.
         """
         if not self.exit_code:
             raise ProtocolError("guard: leave() without a stop that all ranks agreed on")
@@ -380,7 +380,7 @@ class Guard:
         return self._of_all(*values)
 
     def _of_all(self, *values: int) -> list[int]:
-        """Return each value's maximum over all ranks; MismatchError if the ranks' calls differ."""
+        """Return each value's maximum over all ranks; raise MismatchError if their calls differ."""
         most = np.array(values, np.int64)
         return allreduce(self._given, most, "max", algorithm="native").tolist()
 
@@ -410,12 +410,9 @@ class Guard:
         return True
 
     def _settle(self) -> None:
-        """Wait for a save that runs in the background.
+        """Wait for a save that runs in the background; print its error if it fails.
 
-        Collective over the ranks that save.
-
-        If the save in the background fails, the error is printed, and the guard still tries to save
-        the last checkpoint.
+        Collective over the ranks that save. The guard saves the last checkpoint afterwards.
         """
         if not hasattr(self.store, "wait"):
             return

@@ -19,7 +19,7 @@ _NEVER = {signal.SIGKILL, signal.SIGSTOP}
 def settings_of(*, state, store, signals, time_limit, patience, every, deciders) -> dict[str, Any]:
     """Check the arguments of a guard; return the settings that must be equal on all ranks.
 
-    For `state` and `deciders`, the result only says whether they were given, and for `store` it has
+    For `state` and `deciders`, the result only says whether they were given. For `store`, it has
     the name of the store's class. The values of these three arguments may differ between ranks:
     each rank may save another part of the state, and ranks that do not run the training loop pass
     ``MPI.COMM_NULL`` as `deciders`.

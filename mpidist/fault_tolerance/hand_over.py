@@ -1,4 +1,4 @@
-"""The ranks' part when a training run moves from its present ranks to more, newly started ranks.
+"""What ranks do when a training run moves to more, newly started ranks.
 
     launch     mpidist grow               asks        decides
     2 ranks    steps ...................... last step, state .. | leave
@@ -7,13 +7,12 @@
 This is called a hand-over. An attempt is one start of the job by `mpidist launch`. `mpidist launch`
 starts the second attempt while the first attempt trains. The new ranks import modules, initialise
 MPI and open the data, and then wait for the state of the run. The old ranks and `mpidist launch`
-exchange files in the folder of the first attempt (`launch.heartbeat`). By CAN the old ranks say
-that they could leave their run to others, and by ASKED `mpidist launch` asks them to do so. By
-HANDED the old ranks say where the state is. By READY, in the folder of their own attempt, the new
-ranks say that they are ready. Only one of the two attempts may write to the run's folder, and the
-file DECIDED says which one. DECIDED can be made only once: either by `mpidist launch`, which
-decides for the new ranks, or by the old ranks, which decide for themselves if they have waited too
-long.
+exchange files in the folder of the first attempt (`launch.heartbeat`). The old ranks write the file
+CAN when they could leave their run to others, and `mpidist launch` writes ASKED to ask them to do
+so. In HANDED the old ranks write where the state is. The new ranks write READY, in the folder of
+their own attempt, when they are ready. Only one of the two attempts may write to the run's folder,
+and the file DECIDED says which one. DECIDED can be made only once: either by `mpidist launch`, for
+the new ranks, or by the old ranks, which keep the run if they have waited too long.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def announce(can: bool) -> None:
 
 
 def asked(comm) -> str:
-    """Return where newly started ranks want the state of this run; "" if none ask. Collective.
+    """Return where newly started ranks want this run's state; "" if none ask. Collective.
 
     The result is `heartbeat.IN_MEMORY` (in the memory of the host), `heartbeat.IN_STORE` (in the
     checkpoint store) or "".
@@ -149,8 +148,8 @@ def offer(comm, where: str) -> bool:
 def is_handed(comm) -> bool:
     """Return whether newly started ranks have already taken over this run. Collective over `comm`.
 
-    Needed after a death: only one rank reads the decision first, and if it dies, the others do not
-    know it yet.
+    This is needed after a death: a decision is first read by one rank only, and if this rank dies,
+    the others do not know the decision.
     """
     folder = attempt_folder()
     if folder is None:

@@ -22,9 +22,9 @@ class Seen:
         self.heard: float | None = None
 
     def update(self, record: dict | None, now: float) -> None:
-        """Store the newest status record that the rank has published.
+        """Store the newest status record of the rank.
 
-        With None, which means that nothing could be read, the previous record stays.
+        None means that it could not be read; then the previous record stays.
         """
         if self.heard is None:
             self.heard = now
@@ -34,8 +34,8 @@ class Seen:
     def forget(self, now: float) -> None:
         """Let `silent` and `still` count from the time `now`.
 
-        Called when this rank itself has not run for a while, so that it knows nothing of the other
-        rank.
+        This is called when this rank itself has not run for a while, and so could not see changes
+        of the other rank.
         """
         self.heard = now
         if self.record is not None:
@@ -63,7 +63,7 @@ def judge(peers: Sequence[Seen], seconds: float, now: float) -> Hang | None:
 
     The job counts as hung in two cases: the status record of a rank has not changed for `seconds`,
     or no rank has made progress for `seconds` while at least one rank waits in a native call or in
-    mpidist. If no rank waits, the job is taken to be at work, even if all ranks run in endless
+    mpidist. If no rank waits, the job does not count as hung, even if all ranks run in endless
     loops.
     """
     present = [peer for peer in peers if not peer.left]
@@ -82,7 +82,7 @@ def judge(peers: Sequence[Seen], seconds: float, now: float) -> Hang | None:
 def suspects(peers: Sequence[Seen]) -> list[int]:
     """Return the ranks that may be the cause of a hang.
 
-    The suspects are the ranks that have left or that are in an endless loop. If there is no such
+    The suspects are the ranks that have ended or that are in an endless loop. If there is no such
     rank, the ranks are grouped by the line of the program at which they wait, and the suspects are
     the ranks of the smallest groups. If all ranks wait at one line, there are no suspects.
     """

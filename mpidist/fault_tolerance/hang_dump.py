@@ -22,8 +22,8 @@ from ..runtime import context
 def operations() -> list[dict]:
     """Return the newest operations of this process on each of its communicators.
 
-    In the result, `begun` is the number of the newest operation on a communicator. Ranks that are
-    in the same operation show the same number.
+    In the result, `begun` is the number of the newest operation on a communicator. This number is
+    equal on ranks that are in the same operation.
     """
     found = []
     for each in list(context.contexts.values()):

@@ -45,12 +45,12 @@ class Handlers:
 
     The method `set` must be called in the main thread.
 
-    The first SIGINT calls `heard`, too. The second SIGINT ends the process. The second SIGINT has
-    no Python handler, because a Python handler does not run while MPI blocks. If the process was
-    started to ignore SIGINT, as a shell does for background processes, SIGINT stays ignored. If
-    `speaks` is true, this rank prints that it was interrupted. If `alone` is true, the process has
-    no launcher that would remove the shared-memory files of a killed process, so the first SIGINT
-    removes them.
+    The first SIGINT calls `heard`, too. The second SIGINT ends the process. For this, the first
+    SIGINT restores the default action, because a Python handler would not run while MPI blocks. If
+    the process was started to ignore SIGINT, as a shell does for background processes, SIGINT stays
+    ignored. If `speaks` is true, this rank prints that it was interrupted. If `alone` is true, the
+    process has no launcher that would remove the shared-memory files of a killed process, so the
+    first SIGINT removes them.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Handlers:
         """Restore the former signal handlers. A second call does nothing.
 
         With `block`, the signals are blocked until other handlers are set. A signal that arrives
-        before that is handled then.
+        meanwhile goes to these other handlers.
         """
         if block:
             signal.pthread_sigmask(signal.SIG_BLOCK, self.numbers)

@@ -1,12 +1,12 @@
 """Find the rank that the other ranks wait for. Each rank measures its own time per step.
 
-If one rank is slow, all other ranks wait for it when the ranks exchange data in each step. To leave
-out this wait for a slow rank, each rank measures only its times before the exchange: the time to
-load its data, and the time to compute its gradients. Every ten steps the ranks exchange their times
-for data and for gradients. Every rank is late now and then, so a rank counts as slow only if it is
-slow in nearly all of the steps of two consecutive windows of ten steps. Ranks that share cores run
-in turns, so their times do not show that a rank or a host is slow, and such ranks are never
-reported.
+If one rank is slow, all other ranks wait for it in the exchange of gradients of each step. So a
+whole step takes the same time on all ranks. Therefore each rank measures only its times before the
+exchange: the time to load its data, and the time to compute its gradients. Every ten steps the
+ranks exchange their times for data and for gradients. Every rank is late now and then, so a rank
+counts as slow only if it is slow in nearly all of the steps of two consecutive windows of ten
+steps. Ranks that share cores run in turns, so their times do not show that a rank or a host is
+slow. Such ranks are never reported.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CORES = 1024
 
 
 class Straggler(NamedTuple):
-    """A slow rank, the phase of the step in which it is slow, and its lag in seconds per step."""
+    """A slow rank, the phase of a step in which it is slow, and how many seconds it loses there."""
 
     rank: int
     phase: str
@@ -123,7 +123,7 @@ class Window:
         self._steps += 1
 
     def take(self) -> np.ndarray | None:
-        """Return the seconds per step of each phase, and forget them; None before ten steps.
+        """Return the seconds per step of each phase, and begin a new window; None before ten steps.
 
         A phase is a part of a step, such as loading data.
 
@@ -181,7 +181,8 @@ class Stragglers:
 
     `ranks` has the rank numbers that reports show, by default the ranks of `comm`. `crowded` are
     the ranks that share cores; by default, `crowded_ranks` finds them before the first report.
-    `newest` has the times of all ranks in the newest window, and `windows` counts the windows.
+    `newest` has the times of all ranks in the newest window (ten steps), and `windows` counts the
+    windows.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ _DURATION = re.compile(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)")
 
 
 def seconds_left(environ: Mapping[str, str]) -> float | None:
-    """Return the seconds until the allocation ends, or None if they are not known.
+    """Return the seconds until the Slurm allocation of this job ends, or None if unknown.
 
     Reads SLURM_JOB_END_TIME. If Slurm has not set SLURM_JOB_END_TIME, this function runs squeue for
     at most 20 s.
@@ -72,7 +72,7 @@ class Allotment:
         self._looked = now
 
     def step(self, now: float) -> None:
-        """Record that a step ends, or that the loop begins, to know the longest step."""
+        """Record that a step ends, or that the loop begins, to measure the longest step."""
         if self._last is not None:
             self._step = max(self._step, now - self._last)
         self._last = now
@@ -80,7 +80,7 @@ class Allotment:
             self.look(now)
 
     def look(self, now: float) -> None:
-        """Look up in the newest events how long the longest save of a checkpoint took."""
+        """Update the time of the longest save of a checkpoint from the newest events."""
         self._looked = now
         self._save = max(self._save, longest_save())
 

@@ -72,8 +72,8 @@ def watch(
     ----------
     comm : MPI.Intracomm
     seconds : float
-        If nothing happens in a job for this number of seconds, the job counts as hung. All ranks
-        pass the same `seconds`.
+        If no rank makes progress for this number of seconds, the job counts as hung. All ranks pass
+        the same `seconds`.
     directory : path, optional
         A folder that ranks on several hosts share; by default the current folder. Either all ranks
         or none pass a folder, and the folder of rank 0 is used.
@@ -108,7 +108,7 @@ class Watch:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Stop watching; other ranks see that this rank has left. A second call does nothing."""
+        """Stop watching; tell other ranks that this rank has left. A second call does nothing."""
         # A process that this rank has forked is not a rank.
         if self._left or os.getpid() != self._identity["pid"]:
             return
@@ -206,10 +206,10 @@ class Watch:
     def _leave(self, *, by_abort: bool) -> None:
         """End this process. If `by_abort` is true, call MPI_Abort first, so that MPI ends the job.
 
-        MPICH's launcher kills all ranks as soon as one rank has ended, and then reports the signal
-        and not the exit code. After MPI_Abort, the launchers of MPICH and Open MPI report the exit
-        code passed to MPI_Abort. If MPI_Abort blocks, an alarm signal ends this process, and the
-        other ranks end by themselves.
+        If a rank ends without MPI_Abort, MPICH's launcher kills all ranks and then reports the
+        signal of the kill, not the exit code. After MPI_Abort, the launchers of MPICH and Open MPI
+        report the exit code passed to MPI_Abort. If MPI_Abort blocks, an alarm signal ends this
+        process, and the other ranks end by themselves.
         """
         unlink_segments()
         wait_for_the_reader()
@@ -237,7 +237,8 @@ class Watch:
         """Kill the ranks of this host that no longer publish a state and cannot end by themselves.
 
         A new process kills these ranks a moment after this rank has ended. The launcher takes the
-        exit code of the job from the first rank that ends, which would be 137 for a killed rank.
+        job's exit code from the first rank that ends. If this were a killed rank, the code would be
+        137.
         """
         pids = [
             str(peer.pid)
