@@ -5,11 +5,11 @@ place, and the faster of the two counts. On one node, no allreduce of N bytes pe
 faster than the *memory limit*: the time in which all ranks copy N bytes at once, measured in the
 same rounds. A copy of N bytes moves 2N bytes between a rank and the main memory: it reads N bytes
 and writes N bytes. (To copy long vectors, C libraries use store instructions that do not first read
-the old content of the memory.) An allreduce of an arena, which is memory that all ranks of the node
-share, also moves 2N bytes. An allreduce of private vectors moves 2N to 3N bytes, because its stores
-may first read the N old bytes of the result. An allreduce of private vectors also copies through
-shared memory, but this memory stays in the cache and does not count. The key ``limit`` of a row is
-the time of the memory copy divided by the time of the allreduce.
+the old content of the memory.) An allreduce of vectors in an arena (memory that all ranks of the
+node share) also moves 2N bytes. An allreduce of vectors in each rank's own memory moves 2N to 3N
+bytes, because its stores may first read the N old bytes of the result. Such an allreduce also
+copies through shared memory, but this shared memory stays in the cache and does not count. The key
+``limit`` of a row is the time of the memory copy divided by the time of the allreduce.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def size_range(low: int, high: int, step: int = 2) -> list[int]:
 
 
 def calls_per_round(comm, nbytes: int, call: Callable[[], object]) -> int:
-    """Return how many allreduces are timed together. Collective over `comm`.
+    """Return how many successive allreduces are timed together. Collective over `comm`.
 
     The number is larger for shorter vectors. The allreduces together take at most `TURN` (0.01)
-    seconds, because a few allreduces are enough on a slow network.
+    seconds.
     """
     most = 200 if nbytes <= 4096 else 20 if nbytes <= 128 << 10 else 3 if nbytes <= 2 << 20 else 1
     if most == 1:
@@ -79,8 +79,8 @@ def calls_per_round(comm, nbytes: int, call: Callable[[], object]) -> int:
 def pool_size(nbytes: int, cold: bool) -> int:
     """Return how many vectors the timed allreduces use, one after the other.
 
-    The number is 1 if `cold` is false. If `cold` is true, the number is so large that the vectors
-    fill the last-level cache twice.
+    The number is 1 if `cold` is false. If `cold` is true, the vectors together are twice as large
+    as the last-level cache, so that no allreduce finds its vector there.
     """
     return max(2, ceil(2 * last_level_cache() / nbytes)) if cold else 1
 
@@ -90,8 +90,8 @@ def check_forms(forms: Sequence[str], low: int, cold: bool) -> None:
 
     The known forms are "call", "plan", "arena" and "nonblocking".
 
-    If `cold` is true, each call needs a vector that is not in the cache; at most `MAX_POOL` (512)
-    vectors of `low` bytes, the smallest size, are allowed.
+    If `cold` is true, each call needs a vector that is not in the cache. For vectors of `low` bytes
+    (the smallest size), at most `MAX_POOL` (512) vectors may be needed.
     """
     for form in forms:
         if form not in FORMS:
@@ -129,8 +129,9 @@ def measure(
     cold : bool
         Whether each call uses a vector that is not in the cache.
     consistency : bool
-        Whether to time also MPI's reduce followed by a broadcast, and its reduce-scatter followed
-        by an allgather. No allreduce should be slower than either of these two pairs of calls.
+        Whether to time also two pairs of MPI calls with the same result: reduce and then broadcast,
+        and reduce-scatter and then allgather. No allreduce should be slower than either of these
+        pairs.
     torch : callable, optional
         ``torch(vector)`` returns a function that sums the vector over all ranks; see
         `torch_yardstick`.
@@ -149,10 +150,11 @@ def measure(
         divided by the time of the call. With `device`, rows have wire_bytes, the bytes that a host
         sends per call including packet headers, and wire_payload, the bytes without packet headers.
         With `torch`, the row of PyTorch has over_arena, the time of PyTorch's call divided by the
-        time of "auto" on an arena. Rows of "auto" have best, the name of the fastest of
-        `algorithms`, and against_best, the time of this fastest algorithm divided by the time of
-        "auto". With `consistency`, rows of "auto" also have consistent, the time of the fastest of
-        all candidates divided by the time of "auto".
+        time of mpidist's algorithm "auto" on an arena. Rows of "auto" have best, the name of the
+        fastest of `algorithms`, and against_best, the time of this fastest algorithm divided by the
+        time of "auto". With `consistency`, rows of "auto" also have consistent, the time of the
+        fastest of `algorithms`, MPI's own allreduce and the two pairs, divided by the time of
+        "auto".
     """
     pool = _Pool(comm, nbytes, np.dtype(dtype), pool_size(nbytes, cold))
     candidates = _native(comm, pool, forms, consistency)
@@ -293,7 +295,7 @@ def _digits(value: float) -> float:
 
 
 def _compare(row: dict, mine: Measured, times: dict[str, Measured], chosen: list[str]) -> None:
-    """Add to the row of "auto" its speed relative to the fastest other algorithms.
+    """Add to the row of "auto" how fast it is, compared with the fastest other algorithm.
 
     The key against_best compares with the fastest of `chosen`. If pairs of MPI calls were timed
     (see `consistency` in `measure`), the key consistent compares with the fastest of `chosen`, of

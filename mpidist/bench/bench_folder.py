@@ -1,4 +1,4 @@
-"""Helpers for benchmarks with files: make a temporary folder, remove files from the page cache."""
+"""For benchmarks with files: make a temporary folder, remove files from the page cache."""
 
 from __future__ import annotations
 

@@ -6,10 +6,10 @@ is sharded: each rank has a block of it. As the reference for saving, every rank
 share of the bytes to a plain file and syncs the file. As the reference for restoring, every rank
 reads from plain files as many bytes as it gets in a restore: the replicated half of the state, and
 its own block of the other half. In each round every candidate (an operation of mpidist or a
-reference) is timed once, in an order that changes from round to round. The time of an operation is
-the time from a barrier until the slowest rank has finished. The ratio in a result row is the time
-of the reference divided by the time of the operation, as the median over all rounds. Before each
-timing, all files are removed from the page cache of the system.
+reference) is timed once, in an order that changes from round to round. Its time is the time from a
+barrier until the slowest rank has finished. The ratio in a result row is the time of a reference
+divided by the time of an operation of mpidist, as the median over all rounds. Before each timing,
+all files are removed from the page cache of the system.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _measure(comm, state: State, rounds: int, folder: Path, torch) -> dict[str, 
 
 
 def _time(comm, call: Callable[[], object]) -> float:
-    """Return the seconds that `call` took; if `call` returns a float, return that instead."""
+    """Return the seconds that `call` took; if `call` returns a float, return this float instead."""
     comm.Barrier()
     start = time.perf_counter()
     returned = call()

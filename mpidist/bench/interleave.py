@@ -2,9 +2,9 @@
 
 The order of the candidates changes from round to round. A turn is the timing of one candidate in
 one round. A turn makes one or more calls, and its result is the seconds per call of the slowest
-rank, from a barrier to the end of the calls.
-Before each turn new inputs are written, and after each turn one result is checked; neither is
-timed. `ratios.py` computes medians and ratios from the times of all rounds.
+rank, from a barrier to the end of the calls. Before each turn new inputs are written, and after
+each turn one result is checked. The writing and the checking are not timed. `ratios.py` computes
+medians and ratios from the times of all rounds.
 
 Hunold, Carpen-Amarie, "MPI Benchmarking Revisited: Experimental Design and Reproducibility",
 arXiv:1505.07734, 2015.
@@ -50,8 +50,8 @@ class Candidate:
     def next_inputs(self) -> list[np.ndarray]:
         """Return all inputs in the order in which the next calls use them.
 
-        If the caller writes the inputs in the returned order, the cache then contains the inputs
-        that the calls use last, and not the inputs that they use first.
+        A caller that writes the inputs in this order leaves in the cache the inputs that the calls
+        use last, and not those that they use first.
         """
         start = self.turn % len(self.calls)
         return [*self.inputs[start:], *self.inputs[:start]]

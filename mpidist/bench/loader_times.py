@@ -5,11 +5,11 @@ few labels each. Every rank then reads its block of the records, batch by batch,
 a training run does. A loader checks and decodes the samples, and returns them in new arrays. As the
 reference, every rank reads its share of the stored bytes with os.preadv into one buffer of 8 MiB,
 and does not decode them. In each round every candidate (a loader or the plain read) is timed once,
-in an order that changes from round to round. The time of a read is the time from a barrier until
-the slowest rank has finished. The ratio in a result row is the time of the plain read divided by
-the time of the loader, as the median over all rounds. "cold" means that the files were removed from
-the page cache of the system before each read, "warm" that they are in the page cache. CPU time is
-the sum over all threads of all ranks. If the machine also does other work, the CPU time changes
+in an order that changes from round to round. Its time is the time from a barrier until the slowest
+rank has read its block. The ratio in a result row is the time of the plain read divided by the time
+of the loader, as the median over all rounds. "cold" means that the files were removed from the page
+cache of the system before each read, "warm" that they are in the page cache. CPU time is the sum
+over all threads of all ranks. The CPU time is given because other work on the machine changes it
 less than the elapsed time.
 """
 

@@ -3,10 +3,10 @@
 One process acts as one rank of an allreduce, and the other ranks do not exist. Before the
 measurement, the process writes to its memory what the other ranks would write to shared memory:
 their values, the key that identifies the operation, and counters so large that this rank never
-waits. The measured time is the time of this rank's Python code, copies and additions. The measured
-time is a lower bound for the time of a real allreduce on a node with a core for each rank, and it
-shows how the work of a rank grows with the number of ranks on the node. On a real node the ranks
-also compete for the caches; this measurement does not include this effect.
+waits. The measured time is the time of this rank's Python code, copies and additions. This time is
+a lower bound for a real allreduce on a node with a core for each rank. It shows how the work of a
+rank grows with the number of ranks on the node. On a real node the ranks also compete for the
+caches, which is not measured here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`mpidist bench overlap`: measure how much of the gradient exchange runs during backward.
 
 The backward pass is simulated: the rank sleeps once for each layer, and all sleeps together take as
-long as the exchange of gradients. If the ranks computed instead, ranks that share a core would wait
-for each other, and the times would be wrong. In each round, the exchange alone is timed, and then a
-step with both the backward pass and the exchange.
+long as the exchange of gradients. The ranks sleep instead of computing, because ranks that share a
+core would wait for each other, and the times would be wrong. In each round, the exchange alone is
+timed, and then a step with both the backward pass and the exchange.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..gradients.exchange import Gradients
 
 
 def measure(comm, *, nbytes: int, layers: int = 32, rounds: int = 9, **settings) -> dict:
-    """Measure which share of the gradient exchange runs during a backward pass; return a row.
+    """Measure which fraction of the gradient exchange runs during a backward pass; return a row.
 
-    Collective over `comm`. `settings` are passed to `Gradients`. The value of hidden in the row is
-    the share of the exchange that runs during the backward pass: 1 - (step - backward) / exchange,
-    as the median over the rounds. The value of hidden is None if no message is sent before the
-    backward pass ends.
+    Collective over `comm`. `settings` are passed to `Gradients`. The key hidden of the row is the
+    fraction of the exchange that runs during the backward pass: 1 - (step - backward) / exchange,
+    with the times of a step, of its backward pass and of the exchange alone, as the median over the
+    rounds. It is None if no message is sent before the backward pass ends.
     """
     each = max(1, nbytes // layers // 4)
     shapes = {f"layer{k}": np.empty(each, np.float32) for k in range(layers)}

@@ -1,8 +1,8 @@
 """Compute the ratio of two times in each round of a benchmark, and the median of the ratios.
 
 A ratio is computed for each round, and the result is the median of these ratios with its 95 %
-interval. If the machine is busy during a round, both times of the round grow, and their ratio
-hardly changes. The ratio of two medians over all rounds would change more when the machine is busy.
+interval. If the machine is busy with other work during a round, both times of the round grow, and
+their ratio hardly changes. The ratio of the two median times would change more.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def interval(values: np.ndarray, resamples: int = 1000) -> tuple[float, float]:
 
 
 def against_best(mine: Measured, others: Mapping[str, Measured]) -> tuple[str, float]:
-    """Return the name of the fastest of `others`, and the median of its time divided by `mine`.
+    """Return the name of the fastest of `others`, and its time divided by `mine` (median).
 
     The fastest candidate is chosen by the times in the even rounds, and compared with `mine` in the
-    odd rounds. If the same rounds were used for the choice and the comparison, the smallest of many
-    noisy medians would be too small by luck.
+    odd rounds. If the choice and the comparison used the same rounds, the smallest of many noisy
+    medians would be too small by chance.
     """
     best = min(others, key=lambda name: float(np.median(others[name].seconds[::2])))
     rest = slice(1, None, 2) if len(mine.seconds) > 1 else slice(None)

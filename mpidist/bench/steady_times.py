@@ -2,8 +2,8 @@
 
 A block of successive allreduce calls is timed as a whole. Some networks limit the bandwidth by a
 token bucket, which lets the first bytes pass faster. A block has so many calls that the first calls
-empty the token bucket, and nearly all calls run in the steady state of the network. The time of a
-block is the time of the slowest rank, and the result is the median over several blocks.
+empty the token bucket, and nearly all calls run at the limited bandwidth. The time of a block is
+the time of the slowest rank, and the result is the median over several blocks.
 """
 
 from __future__ import annotations

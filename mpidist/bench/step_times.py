@@ -6,9 +6,9 @@ without any exchange shows the shortest time that a step in PyTorch could have.
 
 All candidates have the same layers, initial weights and batches. All candidates use SGD with
 momentum, and one BLAS thread per rank. The candidates run blocks of steps one after the other, in
-several rounds, and the time of the slowest rank counts. The benchmark fails if the losses differ
-between the candidates that exchange gradients, because then these candidates do not do the same
-work.
+several rounds, and the time of the slowest rank counts. The benchmark fails if the losses of the
+candidates that exchange gradients differ, because then these candidates do not compute the same
+thing.
 """
 
 from __future__ import annotations

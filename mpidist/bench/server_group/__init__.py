@@ -1,4 +1,1 @@
-"""Benchmarks of parameter servers: uneven steps, and sweeps over sizes, workers and servers.
-
-These benchmarks have a folder of their own because a folder has at most 14 files.
-"""
+"""Benchmarks of parameter servers: uneven steps, and many sizes, workers and servers."""

@@ -1,11 +1,12 @@
 """`mpidist bench servers`: compare workers and servers with plain messages and an allreduce.
 
 In each round of a case, four operations are timed one after the other. The first operation is a
-`push_pull` under BSP, and the second operation sends the same bytes and makes the same update in
-plain mpi4py (`raw_exchange`). The third operation is an allreduce of the gradients over the
-workers. The fourth operation is a whole step, in which a worker sleeps for its share of the
-computation and then calls `push_pull`. Sleeping ranks need no core, so the result hardly depends on
-the number of cores. The time of a round is the time of its slowest worker.
+`push_pull` (workers send gradients and get the new parameters) under BSP. The second operation
+sends the same bytes and makes the same update in plain mpi4py (`raw_exchange`). The third operation
+is an allreduce of the gradients over the workers. The fourth operation is a whole step: a worker
+sleeps for the time that its part of the computation takes, and then calls `push_pull`. Sleeping
+ranks need no core, so the result hardly depends on the number of cores. The time of a round is the
+time of its slowest worker.
 
 The ideal speed-up of n workers is n, because n workers would be n times as fast as one worker if
 messages took no time.
@@ -169,7 +170,7 @@ def _us(seconds: np.ndarray) -> float:
 
 
 def sweep_lines(rows: Sequence[dict], bound: float) -> list[str]:
-    """Return lines of text: the best case of each size, and a warning about slow communication.
+    """Return lines of text: the best case for each size, and a warning about slow communication.
 
     The warning counts the cases in which communication takes more than the fraction `bound` of a
     step. `rows` are the results of `measure`.

@@ -3,7 +3,7 @@
 A step of a worker takes t seconds, or 5 t with probability 1/4. Workers sleep for the time of a
 step instead of computing, so the number of cores does not matter. The modes are BSP
 (bulk-synchronous), SSP (bounded staleness) and ASP (asynchronous). The speed-up of SSP and ASP over
-BSP is compared with a simulation of the same steps in which messages take no time.
+BSP is compared with the speed-up in a simulation of the same steps, in which messages take no time.
 """
 
 from __future__ import annotations

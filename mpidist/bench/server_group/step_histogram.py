@@ -1,6 +1,6 @@
 """A histogram of the durations of each rank's steps.
 
-The bins are given as multiples of the median duration of all steps.
+The limits of the bins are multiples of the median duration of all steps.
 """
 
 from __future__ import annotations
