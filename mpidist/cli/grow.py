@@ -2,7 +2,7 @@
 
 The process of this command does not use MPI. The command writes a request into the control folder,
 and returns. `mpidist launch` then starts the program a second time, with K more ranks. When these
-ranks are ready, the ranks of the first program hand the run over to them.
+ranks are ready, the ranks of the first start leave them the state of the training run, and end.
 """
 
 from __future__ import annotations

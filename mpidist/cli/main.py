@@ -98,10 +98,10 @@ def _run(argv: list[str]) -> int:
 
 
 def _unknown(parser: argparse.ArgumentParser, argv: list[str], unknown: list[str]) -> str:
-    """Return the text of an error: the arguments `unknown`, which no parser of `argv` has taken.
+    """Return the error text for `unknown`, the arguments in `argv` that no parser knows.
 
-    After an unknown option, words that belong to the option take the places of other words. So if
-    there is an unknown option, the text has only the unknown options.
+    If there is an unknown option, the parser may take the words after it for other arguments. So in
+    this case the text names only the unknown options.
     """
     for word in argv:  # to the parser of the command, as `mpidist bench allreduce`
         for action in parser._actions:
@@ -141,7 +141,7 @@ def _report(error: MpidistError) -> int:
 
 
 def _is_one_of_several() -> bool:
-    """Return whether this process is a rank of several in a job whose MPI has begun."""
+    """Return whether this process is one of several ranks, and MPI is initialised."""
     if "mpi4py.MPI" not in sys.modules:
         return False
     from mpi4py import MPI
@@ -150,7 +150,7 @@ def _is_one_of_several() -> bool:
 
 
 def _met(error: MpidistError, text: str, claim) -> bool:
-    """Report `error` to ranks that wait in MPI_Init; return whether all ranks will end the job.
+    """Report `error` to ranks that wait in MPI_Init; return whether all ranks end together.
 
     Collective if `error` was raised before MPI_Init.
 

@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def beginning(environ: Mapping[str, str]) -> bool | str:
-    """Return a name of this job, which is the same in all attempts to run the job.
+    """Return a name of this job, which is the same in all attempts (starts of the program).
 
     ``--fresh`` needs this name: the first attempt ignores the old checkpoints, but a later attempt
     with the same name must not ignore the checkpoints of the first attempt. Returns True instead of
@@ -263,7 +263,11 @@ def _stops(setting: str) -> bool:
 
 
 def _report(job, summary, again: str) -> int:
-    """Write and print the summary; return the exit code. No error: the other ranks are done."""
+    """Write and print the summary; return the exit code.
+
+    If the summary cannot be written, this is printed and not raised, because the other ranks are
+    done.
+    """
     if summary.resumed_at == summary.steps and _is_told(job, summary):
         return 0  # the run was finished before, and a line at its start has said so
     facts = summary.as_dict()
@@ -349,7 +353,7 @@ class Reporter:
             _note(f"cannot write {self._path}: {error.strerror}")
 
     def resized(self, _old: int, _new: int, run) -> None:
-        """Begin to print if this rank has become the first rank (`on_resize` of `md.train`)."""
+        """Begin to print if this rank has become the first one (called as `on_resize`)."""
         if run.comm.rank or self.speaks:
             return
         self._begin()
@@ -394,7 +398,7 @@ class Reporter:
 
 
 def _last_step(path: Path) -> int:
-    """Return the step of the last whole line of metrics.jsonl, or -1."""
+    """Return the step of the last complete line of metrics.jsonl; -1 if there is none."""
     with suppress(OSError, UnicodeError):
         for line in reversed(path.read_text(encoding="utf-8").splitlines()):
             with suppress(ValueError, KeyError, TypeError):

@@ -78,6 +78,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_file(path: str | None) -> None:
-    """Raise ConfigError if `path` is no file that can be written, and not after minutes."""
+    """Raise ConfigError if `path` cannot be written, before the benchmark runs for minutes."""
     if path and not (Path(path).parent.is_dir() and not Path(path).is_dir()):
         raise ConfigError(f"--json {path}: expected a file in a folder that exists")

@@ -46,7 +46,7 @@ def print_choices(comm, args) -> list[dict]:
 
 
 def print_advice(args, environ: Mapping[str, str]) -> list[dict]:
-    """Start ranks, and print the settings that make MPI's own allreduce faster on this machine."""
+    """Start ranks, measure, and print the settings that make MPI's own allreduce faster here."""
     from ...advice import advise
     from ...bench.allreduce_times import size_range
 

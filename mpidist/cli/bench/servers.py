@@ -1,6 +1,7 @@
 """``mpidist bench servers``: time steps with several numbers of workers and servers.
 
-Each case is compared with plain messages and with an allreduce, in the same run.
+Each case (numbers of workers and servers) is compared with plain messages and with an allreduce, in
+the same run.
 """
 
 from __future__ import annotations
