@@ -1,1 +1,1 @@
-"""Advice for a cluster: settings that make MPI faster, and why `auto` chooses its algorithms."""
+"""Advice for a cluster: settings that make MPI faster, and why "auto" chooses an algorithm."""

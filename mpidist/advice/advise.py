@@ -2,10 +2,10 @@
 
 MPI chooses its algorithms when it starts, so the ranks are started again for each algorithm of MPI.
 There are two passes; each pass times MPI's default and all other algorithms. An algorithm is kept
-only if it was faster than the default in every pass. A second measurement times the default and the
-best of the kept algorithms alternately. The reported gain is the gain in the second measurement. If
-the second measurement does not confirm the gain of an algorithm, this algorithm is not advised. The
-command itself is one process without MPI, which starts the ranks as separate programs.
+only if it was faster than the default in both passes. A second measurement then times the default
+and the best of the kept algorithms alternately. Its gain is reported. If it does not confirm that
+an algorithm is faster, this algorithm is not advised. The command itself is one process without
+MPI, which starts the ranks as separate programs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RULES, VARIABLES = "allreduce.rules", "mpi.env"
 
 
 class Site:
-    """How and what to measure: the command that starts the ranks, options, and vector sizes."""
+    """How and what to measure: the command that starts the ranks, options, vector sizes."""
 
     def __init__(self, launcher: Sequence[str], options: Sequence[str], sizes: Sequence[int]):
         self.launcher, self.options, self.sizes = [*launcher], [*options], [*sizes]
@@ -107,7 +107,7 @@ def advise(there: Site, library: str, out: Path, say: Callable[[str], None]) -> 
 
     A row has the keys bytes, algorithm (the advised algorithm), default_us, advised_us, ratio
     (default_us divided by advised_us, as a median over the second measurements), and tried (a dict:
-    name of each algorithm -> its microseconds in the last pass).
+    the name of each algorithm, and its microseconds in the second pass).
     """
     hosts = there.hosts()
     ranks, nodes = len(hosts), len(set(hosts))
@@ -179,7 +179,7 @@ def _row(passes: Passes, nbytes: int, setting: Setting) -> dict:
 
 
 def _keep_what_holds(rows, chosen: dict[int, Setting], write, per_size: bool, out, say) -> None:
-    """Drop the settings whose gain the second measurement has not confirmed; write the final files.
+    """Drop settings whose gain the second measurement does not confirm; write the final files.
 
     If `per_size` is true, a setting can be dropped for one vector size alone. If `per_size` is
     false, the settings of all sizes are kept or dropped together.

@@ -41,12 +41,12 @@ def explain(
     Returns
     -------
     list of dict
-        A row per size class (all sizes for which ``auto`` makes one common choice), with the keys
-        bytes, algorithm, from, won, margin and us. The key from is the origin of the choice, which
-        is "measured", "cache" or "checkpoint". The key won is the share of the rounds in which the
-        chosen algorithm was fastest. The key margin is the time of the second best algorithm
-        divided by the time of the chosen one. The key us is a dict, name of each algorithm -> its
-        microseconds.
+        A row per size class (a range of sizes for which ``auto`` makes one common choice), with the
+        keys bytes, algorithm, from, won, margin and us. The key from is the origin of the choice,
+        which is "measured", "cache" or "checkpoint". The key won is the fraction of the measured
+        rounds in which the chosen algorithm was fastest. The key margin is the time of the second
+        best algorithm divided by the time of the chosen one. The key us is a dict, name of each
+        algorithm -> its microseconds.
     float
         The seconds that all choices took together.
     """

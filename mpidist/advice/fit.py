@@ -2,8 +2,8 @@
 
 The messages are sent by the code that runs mpidist's collectives, so the measured times include the
 time that Python needs. Each figure is a median over repetitions, which removes the effect of other
-work on the machine. On two nodes, the two ranks measure the parameters of the network. On one node,
-the two ranks measure the parameters of its shared memory.
+work on the machine. Ranks on two nodes measure the network. Ranks on one node measure its shared
+memory.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def fit(comm, *, repeats: int = 5) -> dict[str, float]:
 def line(sizes, seconds) -> tuple[float, float]:
     """Return (slope, constant) of ``seconds = slope size + constant`` by least squares.
 
-    The slope is at least 0. The sum of the squares of the relative errors is minimised. If absolute
-    errors were used, one long message would have more weight than all short messages.
+    The slope is at least 0. The sum of the squares of the relative errors is minimised. With
+    absolute errors, one long message would have more weight than all short messages.
     """
     weight = 1 / np.asarray(seconds)
     columns = np.column_stack([sizes, np.ones(len(sizes))])
@@ -93,10 +93,10 @@ def link(sizes: Sequence[int], seconds: Sequence[float], base: float) -> tuple[f
     A token bucket lets the first `burst` bytes of a message pass faster than the others. A link
     with a token bucket carries a message of b bytes in ``base + max(b peak, (b - burst) gap)``
     seconds. In this formula, `peak` is the seconds per byte within the burst, and `gap` the seconds
-    per byte beyond the burst. The function tries 0 and many other values of `burst`. For each value
-    of `burst`, `gap` and `peak` are medians over the messages. The function returns the (gap,
-    burst, peak) with the smallest sum of errors. If other work of the machine delays a few
-    messages, the medians and the sums of errors hardly change.
+    per byte beyond the burst. The function tries 0 and many other values of `burst`, each with
+    `gap` and `peak` as medians over the messages, and returns the (gap, burst, peak) with the
+    smallest sum of errors. A few messages that other work of the machine delays hardly change the
+    result.
     """
     x, y = np.asarray(sizes, float), np.asarray(seconds, float)
     beyond = np.maximum(y - base, 1e-9)
@@ -114,7 +114,7 @@ def link(sizes: Sequence[int], seconds: Sequence[float], base: float) -> tuple[f
 
 
 def fit_crossing(sizes: Sequence[int], seconds: Sequence[float], network: NetworkModel) -> float:
-    """Return the value of `crossing` for which simulated exchanges take the measured `seconds`.
+    """Return the `crossing` with which simulated exchanges take the measured `seconds`.
 
     In each exchange, two ranks send each other a message of one of the `sizes`. The parameter
     `crossing` is the fraction of the transfer time of a long message during which a message in the

@@ -1,13 +1,13 @@
 """The MPI library's own allreduce algorithms: force one, or select the best permanently.
 
-In Open MPI, environment variables force one algorithm for all vector sizes. A rules file for Open
-MPI's component ``coll_tuned`` gives an algorithm for each range of sizes. Open MPI ignores, without
-a message, a rules file that it cannot read or that has no rule for 0 bytes (seen with Open MPI
-5.0.11, which reads the file formats of all versions). Because a rules file may be ignored, the
-advised settings are measured a second time, with their rules file. MPICH has only environment
-variables, which force one algorithm for all sizes.
+In Open MPI, environment variables force one algorithm for all vector sizes. A rules file, which
+Open MPI's component ``coll_tuned`` reads, gives an algorithm for each range of sizes. Open MPI
+ignores, without a message, a rules file that it cannot read or that has no rule for 0 bytes (seen
+with Open MPI 5.0.11, which reads the file formats of all versions). Therefore the advised settings
+are measured a second time, with their rules file. MPICH has only environment variables, which force
+one algorithm for all sizes.
 
-The functions do not read or write files, and do not run programs.
+The functions of this module do not read or write files, and do not run programs.
 """
 
 from __future__ import annotations
@@ -71,9 +71,8 @@ DEFAULT = Setting("default", {})
 def base(nodes: int) -> Setting:
     """Return the setting for vector sizes for which a rules file leaves the choice to Open MPI.
 
-    On one node, the result is Open MPI's default. On several nodes, Open MPI's component coll_tuned
-    makes the choice, because Open MPI uses rules only if its other component, coll_han, is switched
-    off.
+    On one node, the result is Open MPI's default. On several nodes, Open MPI uses rules only if its
+    component coll_han is switched off, and then its component coll_tuned makes the choice.
     """
     return DEFAULT if nodes == 1 else Setting("coll_tuned's own choice", dynamic(nodes))
 
@@ -128,7 +127,7 @@ Passes = Mapping[str, Sequence[Mapping[int, float]]]
 
 
 def ratios(passes: Passes, name: str, nbytes: int, over: Setting = DEFAULT) -> list[float]:
-    """Return by how much the setting called `name` was faster than `over`, in each measuring pass.
+    """Return by which factor the setting `name` was faster than `over`, in each measuring pass.
 
     A value is the time of `over` divided by the time of `name`, for a vector of `nbytes` bytes.
     """

@@ -8,10 +8,10 @@ messages:
     p colocated      2 (p - 1) / p M bytes, as each rank sends parts both as worker and as server
 
 M is the number of bytes of the parameters, n the number of workers, and p the number of ranks. For
-each message, the sender and the receiver also spend the overhead each. If the overhead was not
-measured, it is taken as half the latency. If steps take uneven times, allreduce waits for the
-slowest worker in each step. With parameter servers under SSP, no worker waits if all workers are
-equally fast on average.
+each message, both the sender and the receiver also need the time `overhead`. If it was not
+measured, half the latency is used. If steps take uneven times, all workers wait for the slowest one
+in each step with allreduce. With parameter servers under SSP, the advice assumes that no worker
+waits, because all are equally fast on average.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class StepFacts:
 class Choice:
     """One way to train (allreduce, or a number of servers), with the predicted time and memory.
 
-    `compute` and `messages` are the two parts of the time of a step. `memory` is that of the rank
-    that needs most.
+    `compute` and `messages` are the two parts of the time of a step. `memory` is the number of
+    bytes on the rank that needs most.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Choice:
 
     @property
     def share(self) -> float:
-        """The share of a step's time that the messages take."""
+        """The fraction of a step's time that the messages take."""
         return self.messages / self.seconds if self.seconds else 0.0
 
 
