@@ -1,4 +1,4 @@
-"""The network model of the simulator: the cost of messages, additions and allreduce calls.
+"""The network model of the simulator: how long messages, additions and allreduce calls take.
 
 The model is LogGP (Alexandrov, Ionescu, Schauser, Scheiman, SPAA 1995) with some more parameters:
 

@@ -1,4 +1,4 @@
-"""`predict` simulates the cost of an algorithm by the fastest method that is exact."""
+"""`predict` returns the simulated cost of an algorithm, by the fastest exact method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Group ranks that do the same steps into classes; only peers and vector positions differ.
+"""Group ranks with the same steps into classes; only peers and vector positions differ.
 
 All ranks of a butterfly fall into at most three classes. With 65,536 ranks, a tree has 17 classes
 and a double tree has 32. For each class of ranks, this module builds the steps of only one rank.
@@ -32,7 +32,7 @@ class Class(NamedTuple):
     peers: list[np.ndarray]
 
     def without_empty(self) -> Class:
-        """Return the class without steps that move no elements; a real run drops these, too."""
+        """Return the class without steps that move no elements; a real run omits these, too."""
         kept = [i for i, s in enumerate(self.steps) if length(s.source) or length(s.target)]
         return Class(self.ranks, [self.steps[i] for i in kept], [self.peers[i] for i in kept])
 

@@ -176,7 +176,7 @@ class _Machine:
         return max(start, min(before, left)), left, arrival
 
     def seen(self, source: int, target: int) -> tuple[int, int]:
-        """Return the simulated ranks that stand for `source` and `target` on other nodes."""
+        """Return the simulated ranks that stand for `source` and `target`."""
         here = target % self.simulated
         return (source - target + here) % self.problem.size, here
 

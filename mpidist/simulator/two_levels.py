@@ -1,8 +1,8 @@
 """Simulate `hierarchical` allreduce: messages between nodes, a fixed time inside each node.
 
-The simulator itself computes only the times of messages and additions. Inside a node, the ranks of
-`hierarchical` send no messages but work in shared memory. The time of the work in shared memory is
-therefore added to the fixed cost of each allreduce call.
+The simulator computes only the times of messages and additions. Inside a node, the ranks of
+`hierarchical` send no messages but work in shared memory. The time of this work is therefore added
+to the fixed time of each allreduce call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The simulator for many ranks, which computes the times of all similar ranks at once.
+"""The simulator for many ranks: it computes the times of all similar ranks at once.
 
 The module computes the rounds one after the other, as `simulate` does, but with arrays of times
 instead of single times. If several ranks of a node send in the same round, their messages share a
