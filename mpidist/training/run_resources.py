@@ -41,7 +41,7 @@ def watched(comm, seconds: float):
 def open_store(comm, checkpoint, fresh: bool | str, memory: Path | None):
     """Return a context manager for the checkpoint store of a run. Collective over `comm`.
 
-    Its value is the store, or None if the run saves no checkpoints.
+    In its ``with`` block, the value is the store, or None if the run saves no checkpoints.
 
     `checkpoint` is the argument of `md.train`. A store that the caller has opened stays open.
     `memory` is the folder for copies of the state in the memory of the nodes, or None.

@@ -76,7 +76,7 @@ class Replicas(WholeModel):
         """Compute the gradients of this rank's samples; return (their mean loss, their number).
 
         `feed` reads the samples; `indices` are the records of the global batch. A rank without a
-        good sample sets its gradients to zero, and still takes part in the exchange of gradients.
+        good sample sets its gradients to zero, so that `reduce` can be called on all ranks.
         """
         start, stop = self.part(len(indices))
         mine = indices[start:stop]
@@ -208,7 +208,7 @@ class Replicas(WholeModel):
         """Do nothing at the end of the run: every rank already has the final parameters."""
 
     def close(self) -> None:
-        """Free all that the exchange of gradients has made. Collective over `comm`."""
+        """Free the buffers and communicators of this object. Collective over `comm`."""
         self.exchange.close()
 
     def abandon(self, error: BaseException) -> None:

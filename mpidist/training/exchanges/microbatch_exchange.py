@@ -70,7 +70,7 @@ class PieceReplicas(Replicas):
         ]
 
     def _allocate(self, **settings) -> None:
-        """Allocate nothing, because `__init__` allocates the gradients of the pieces."""
+        """Allocate nothing, because `__init__` allocates the gradients of the microbatches."""
 
     def order(self) -> dict[str, int]:
         """Return {}: this strategy does not depend on the order of the gradients in memory."""
@@ -129,7 +129,7 @@ class PieceReplicas(Replicas):
         return total, used
 
     def _add_zeros(self, count: int) -> None:
-        """Add the zero gradients of `count` pieces that have no samples."""
+        """Add the zero gradients of `count` microbatches that have no samples."""
         for sums in self._sums * count:
             sums.add(None)
 

@@ -50,9 +50,9 @@ _ended: list = []
 class Peers(WholeModel):
     """Train this rank's model, and average it with models of other ranks. Collective over `comm`.
 
-    `plan` says which ranks exchange models in each round. There is a round after each `every`
-    steps. `bound` is the number of rounds by which a model may arrive late, or None for any number
-    (ASP).
+    `plan` says which ranks exchange models in each round. There is a round (one average) after each
+    `every` steps. `bound` is the number of rounds by which a model may arrive late, or None for any
+    number (ASP).
     """
 
     dedicated = False
@@ -170,7 +170,7 @@ class Peers(WholeModel):
         """Do nothing: this strategy does not depend on the order of the gradients in memory."""
 
     def hidden(self) -> None:
-        """Return None: this exchange does not measure how much of it overlaps with computing."""
+        """Return None: it is not measured how much of the messages overlaps with computing."""
 
     def state(self, saving: bool) -> dict:
         """Return the arrays that a checkpoint saves, without a copy: parameters and optimizer."""

@@ -195,7 +195,8 @@ class Stages:
     def _update_now(self, gradients: dict, parameters: dict, weight: float) -> None:
         """Update the parameters with the gradients of one round of microbatches.
 
-        `weight` is the weight of the round's gradients in the mean over the step.
+        A round is one microbatch of each replica of a stage. `weight` is the weight of its
+        gradients in the mean over the step.
         """
         self.optimizer.update(gradients, self.optimizer_state, parameters, weight)
 
@@ -216,7 +217,7 @@ class Stages:
         """Do nothing: this strategy does not depend on the order of the gradients in memory."""
 
     def hidden(self) -> None:
-        """Return None: this exchange does not measure how much of it overlaps with computing."""
+        """Return None: it is not measured how much of the exchange overlaps with computing."""
 
     def begin(self) -> None:
         """Do nothing: before the first step, this strategy has nothing to prepare."""

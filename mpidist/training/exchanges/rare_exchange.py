@@ -61,7 +61,7 @@ class RareExchange:
         self._weighs = has_argument(optimizer.update, "weight")
 
     def step(self, gradients: dict[str, Any], samples: int) -> None:
-        """Finish one step of the worker: push, pull, or update its own parameters, as is due.
+        """Finish a step of the worker: push, pull, or update its own parameters, as is due now.
 
         `gradients` are the mean gradients over the `samples` samples of the step.
         """

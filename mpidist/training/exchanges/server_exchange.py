@@ -74,8 +74,8 @@ class Kept(NamedTuple):
         An interrupted step, which this worker completes first.
     shares : sequence of (step, workers, worker)
         How each batch is divided, since workers may have died: in the steps before `step`, among
-        `workers` workers, of which this rank is number `worker`. The entries are sorted by step. 0
-        workers mean that this rank gets no samples.
+        `workers` workers, of which this rank is number `worker`. The entries are sorted by step. If
+        `workers` is 0, this rank gets no samples of these steps.
     ahead : int
         The number of steps that the run had done when the workers began to count their steps (when
         their clocks were 0).
@@ -101,7 +101,7 @@ class Kept(NamedTuple):
     looked: int = 0
 
     def without_memory(self) -> Kept:
-        """Return the same facts without the shards and the gradients, to free their memory."""
+        """Return these facts without the model and the gradients, to free their memory."""
         model = self.model and self.model._replace(shard=None, copy=None)
         return self._replace(model=model, pending=None)
 
@@ -280,7 +280,7 @@ class Served(WholeModel):
         """Do nothing: this strategy does not depend on the order of the gradients in memory."""
 
     def hidden(self) -> None:
-        """Return None: this exchange does not measure how much of it overlaps with computing."""
+        """Return None: it is not measured how much of the messages overlaps with computing."""
 
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
         """Record this step; return (this worker's loss, whether all workers stop after this step).
@@ -341,11 +341,11 @@ class Served(WholeModel):
     def state(self, saving: bool) -> dict:
         """Return the parts of the parameters on this server; a worker returns an empty dict.
 
-        The parts are `Shard` objects, from which a checkpoint puts the whole arrays together.
+        The parts are `Shard` objects: a checkpoint makes whole arrays of the parts of all servers.
 
         Only the first server saves the scalar state of the optimizer, such as a step counter,
         because a checkpoint has one value. These scalars may differ in the last bit between
-        servers, since each server handles asynchronous pushes in its own order.
+        servers, since each server handles asynchronously sent gradients in its own order.
         """
         if not self.group.is_server:
             return {}

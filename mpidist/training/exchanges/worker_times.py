@@ -50,7 +50,8 @@ class Times:
     def take(self, rank: int, note: tuple[int, int]) -> None:
         """Store the times of a worker; if all workers have sent new times, report slow ones.
 
-        `note` has the nanoseconds per step of worker `rank` in each phase of a step.
+        `note` says how many nanoseconds each phase (such as loading data) of a step of worker
+        `rank` took.
         """
         self._newest[rank] = note
         if len(self._newest) < len(self.workers) or len(self.workers) == 1:

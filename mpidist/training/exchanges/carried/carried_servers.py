@@ -46,10 +46,10 @@ from .server_roles import ServerRoles, Shares
 class NextPartition(NamedTuple):
     """A new division of the model among the servers, prepared on a rank but not yet in use.
 
-    `generation` is the number of the division (partition). `held` has the shards (parts of the
-    model) of this rank, and is None if the rank is not a server. `weights` has the fraction of the
-    model that each server gets. `pending` is the push of this worker that some servers have not
-    answered, if any.
+    `generation` is the number of this division; each new division has the next number. `held` has
+    the shards (parts of the model) of this rank, and is None if the rank is not a server. `weights`
+    has the fraction of the model that each server gets. `pending` is this worker's send of
+    gradients (push) that some servers have not answered, if any.
     """
 
     generation: int
@@ -125,7 +125,8 @@ class CarriedServers(Carried):
     def _handed_over(self) -> None:
         """Drop the references to the shards (parts of the model), which the exchange now has.
 
-        With these references, old shards would stay in memory after a later change of the shares.
+        With these references, old shards would stay in memory after a later change of the servers'
+        parts.
 
         After a death, `note_state` takes the shards from the exchange.
         """
@@ -242,7 +243,8 @@ class CarriedServers(Carried):
     def _held_now(self) -> Held:
         """Return what this server holds: its shard, a copy of another shard, the clocks of both.
 
-        The clocks say, for each worker, how many of its steps are in the shard or the copy.
+        A shard is a server's part of the model. Its clocks say, for each worker, how many steps of
+        this worker are in it.
         """
         (server, hosted), copies = self._served, self._served[0].copies
         workers = self._served_workers
@@ -275,7 +277,8 @@ class CarriedServers(Carried):
 
         Returns the number of steps that the fastest worker has done, or -1 if all ranks go back to
         a checkpoint or to the beginning. Returns `NOTHING` (-2) if no rank knows the step of the
-        run, because all workers have died and spares have replaced them.
+        run, because all workers have died and spares (ranks that wait to replace dead ones) have
+        replaced them.
         """
         self._go_through(comm)
         mine = {
@@ -375,7 +378,7 @@ class CarriedServers(Carried):
         )
 
     def _who_knows(self, served: list[dict], me: int) -> Collection[int]:
-        """Return the numbers of the servers that have the unfinished push of this rank, `me`."""
+        """Return the servers that have the gradients of the unfinished push of this rank, `me`."""
         assert self._pending is not None
         have = {one["index"] for one in served if one["clocks"].get(me, -1) > self._clock}
         return have | {*self._pending.known}
@@ -385,11 +388,11 @@ class CarriedServers(Carried):
         return {}
 
     def _lost_now(self, everyone: list[dict]) -> Collection[int]:
-        """Return the servers whose shards no rank has. `everyone` is what each rank has told."""
+        """Return the servers whose part of the model no rank has, from the facts of `everyone`."""
         return ()
 
     def _forget_served(self) -> None:
-        """Forget this rank's shard and copy: all ranks begin anew or go back to a checkpoint."""
+        """Forget which parts of the model this rank has: the parts are made anew or restored."""
 
     def _describe_served(self) -> dict | None:
         if self._served is None:

@@ -152,6 +152,7 @@ class ReplicatedServers(CarriedServers):
     def _torn(self, everyone: list[dict], giving: dict[int, Holder]) -> list[tuple[int, int, int]]:
         """Return (worker, holder, server) for each interrupted push that a server's shard lacks.
 
+        A push is a worker's send of gradients, and a shard is a server's part of the model.
         `holder` is the rank that has the shard of `server`, or its copy.
         """
         ranks = self._ranks()
@@ -164,7 +165,10 @@ class ReplicatedServers(CarriedServers):
         ]
 
     def _complete(self, comm, torn, everyone: list[dict], layout: ServerLayout) -> None:
-        """Send interrupted pushes to the shards that lack them, and apply them. Collective."""
+        """Send interrupted pushes of gradients to the shards that lack them. Collective.
+
+        There the gradients are applied. A shard is a server's part of the model.
+        """
         batch, ranks = self.given["global_batch"], self._ranks()
 
         def apply(number: int, worker: int, parts: list) -> None:
@@ -179,9 +183,10 @@ class ReplicatedServers(CarriedServers):
     def _move(
         self, comm, wanted, giving, current, shares: tuple[Shares, Shares]
     ) -> dict[int, ServerShard]:
-        """Return this rank's new shard and new copy of another shard. Collective.
+        """Return {number: shard}: this rank's new shard, and its new copy of another. Collective.
 
-        `shares` has the servers' shares before the death, and their new shares.
+        A shard is a server's part of the model. `shares` has the sizes of these parts before the
+        death, and their new sizes.
         """
         old, new = map(self._layout, shares)
         before, now = shares
@@ -217,7 +222,7 @@ class ReplicatedServers(CarriedServers):
         return place_tensors(specs, [*shares.values()])
 
     def _tell(self, comm, before: list[int], giving: dict[int, Holder]) -> None:
-        """Emit an event, and print a line, for each lost shard that a copy has replaced."""
+        """Emit an event and print a line for each server whose copied part is now used."""
         ranks = self._ranks()
         taken = {before[n]: ranks[one.rank] for n, one in giving.items() if one.is_copy}
         if not taken:

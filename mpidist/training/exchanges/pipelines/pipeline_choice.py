@@ -69,8 +69,8 @@ def choose_cuts(
     """Choose the layers at which a model is cut into `parts` parts. Collective.
 
     `last` is the result of `last_run`. If `last` has no suitable profile (times and bytes of each
-    layer), the first `measuring` ranks measure one together. `measuring` is more than 1 if several
-    ranks share a layer.
+    layer), the first `measuring` ranks measure such a profile together. `measuring` is more than 1
+    if several ranks share a layer.
     """
     known = choose_again(last, len(model.layers), parts, samples) if last and parts > 1 else None
     if known and comm.rank == 0 and events.VERBOSITY:
