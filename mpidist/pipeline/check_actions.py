@@ -37,7 +37,7 @@ class ActionFacts(NamedTuple):
     ----------
     stash : list of int
         For each rank, the largest number of (chunk, microbatch) pairs whose data the rank keeps at
-        the same time.
+        the same time. A chunk is a group of consecutive layers.
     versions : dict of (chunk, microbatch) -> int
         The version of the weights that the forward pass uses, if each backward pass updates the
         weights. Version v are the weights after v updates. The backward pass must use the same
@@ -160,9 +160,10 @@ def play_actions(lists, p: int, chunks: int, blocking: bool = False, replicas=No
     can go on.
 
     Raises ConfigError if a rank could never finish its list. `p` is the number of stages, and
-    `chunks` the number of chunks of the model. There are more lists than stages if stages have
-    replicas (several ranks that take turns in the microbatches). `replicas`, the number of ranks of
-    each stage, is needed if the lists contain updates (actions of the kind ``U``).
+    `chunks` the number of chunks (groups of consecutive layers) of the model. There are more lists
+    than stages if stages have replicas (several ranks that take turns in the microbatches).
+    `replicas`, the number of ranks of each stage, is needed if the lists contain updates (actions
+    of the kind ``U``).
     """
     at, begun, moved = [0] * len(lists), set(), True
     split = {one[1:] for each in lists for one in each if one.kind == I}
@@ -207,7 +208,7 @@ def _may_end(one, p, chunks, begun, blocking, split, replicas) -> bool:
 
 
 def stash_of(each) -> int:
-    """Return of how many microbatches a rank keeps data at most, from its list of actions.
+    """Return the largest number of microbatches whose data a rank keeps, from its actions.
 
     A rank keeps the data of a microbatch from its forward pass until its backward pass is complete.
     If the rank has several chunks (groups of consecutive layers), a microbatch counts once for each

@@ -81,8 +81,8 @@ def advise_step(
 ) -> StepAdvice | None:
     """Compare a step of a pipeline `plan` with a step of allreduce on `workers` workers.
 
-    A plan with one stage is replaced by the best plan with two stages. Returns None if there is
-    none.
+    If the plan (from `cut`) has one stage, the best plan with two stages is used instead. Returns
+    None if the model has no such plan.
 
     `settings` are the keyword arguments of the call of `cut` that made the plan.
     """

@@ -61,7 +61,7 @@ class SimulatedRun(NamedTuple):
         The fraction of this time in which a rank is idle, as the mean over all ranks.
     stash : list of int
         For each rank, the largest number of (chunk, microbatch) pairs whose data the rank keeps at
-        the same time.
+        the same time. A chunk is a group of consecutive layers.
     spans : list of Span
         All computations, sorted by rank and then by time.
     """
@@ -101,8 +101,8 @@ def simulate_placed(
 ) -> SimulatedRun:
     """Estimate the time of action lists without checking them; stages may have several replicas.
 
-    ``holder(chunk, microbatch)`` returns the rank that computes the microbatch in the chunk, as
-    `PipelineGrid.holder` does.
+    ``holder(chunk, microbatch)`` returns the rank that computes the microbatch in the chunk (group
+    of consecutive layers), as `PipelineGrid.holder` does.
     """
     for cost in costs:
         if not (all(0 <= value < math.inf for value in cost) and cost.input_share <= 1):

@@ -52,7 +52,7 @@ class NoPartition(MpidistError):
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage of a plan. Times are in seconds for one microbatch, sizes in bytes.
+    """One stage of a model that `cut` has cut. Times are in seconds per microbatch, sizes in bytes.
 
     `nodes` are the names of the stage's layers. `seconds` is the time from one microbatch to the
     next, and `compute_seconds` is the time of a forward and a backward pass. In the forward pass of

@@ -57,8 +57,8 @@ class PipelineGrid:
     layers : int
         The number of layers of the model.
     cuts : tuple of int
-        For each cut, the number of layers before it. The cuts divide the model into chunks. If
-        there are S stages, chunk c is on stage c mod S.
+        For each cut, the number of layers before it. The cuts divide the model into chunks (groups
+        of consecutive layers). If there are S stages, chunk c is on stage c mod S.
     replicas : tuple of int
         For each stage, the number of its ranks.
     microbatches : int
@@ -124,8 +124,8 @@ class PipelineGrid:
     def padded(self) -> int:
         """The number of microbatches of a step, with the empty ones that "pipedream" adds.
 
-        A stage with r replicas takes microbatches in rounds of r. Empty microbatches fill the last
-        round.
+        A stage with r replicas takes r microbatches at a time (a round). Empty microbatches fill
+        the last round.
         """
         if not self.in_rounds:
             return self.microbatches

@@ -141,7 +141,10 @@ def _all_ways(room: Counter, slots: int) -> Iterator[list[int]]:
 
 
 def _swapped(hosts: Sequence[int], links: Links) -> list[int]:
-    """Swap the hosts of two slots as long as this saves bytes; return the host of each slot."""
+    """Swap the hosts of two slots as long as this saves bytes; return each slot's host.
+
+    A slot is a replica of a stage.
+    """
     hosts = list(hosts)
     if len(hosts) > _MOST_SWAPPED:
         return hosts
@@ -150,7 +153,7 @@ def _swapped(hosts: Sequence[int], links: Links) -> list[int]:
         near[a][b] = near[b][a] = size
 
     def gain(a: int, b: int) -> float:
-        """Return how many bytes a swap of slots a and b saves.
+        """Return how many bytes a swap of slots (replicas of stages) a and b saves.
 
         The bytes between a and b are not counted: a and b are on different hosts in any case.
         """

@@ -127,8 +127,8 @@ class PipeDreamPass(StagePass):
         """Return what this rank has computed since the last call: (spans, loss).
 
         `spans` has (kind, chunk, microbatch, begin, end) of each of its computations, with times in
-        seconds. The loss is this rank's share of the mean loss: the sum over all ranks is the mean
-        loss.
+        seconds; a chunk is a group of consecutive layers. The loss is this rank's share of the mean
+        loss: the sum over all ranks is the mean loss.
         """
         found = self.spans, self._loss
         self.spans, self._loss = [], 0.0
@@ -167,7 +167,7 @@ class PipeDreamPass(StagePass):
         pass  # the action U, which comes after the send of the input's gradient, adds and updates
 
     def _update_round(self, i: int) -> None:
-        """Update the parameters with a round's gradients; `i` is this rank's microbatch in it."""
+        """Update the parameters with the gradients of the round in which microbatch `i` is."""
         weight, chunk = self._weight_of_round(i), self._chunk
         if weight:
             if self._exchange is not None:

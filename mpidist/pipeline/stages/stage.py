@@ -190,9 +190,9 @@ class Stage:
         ranks of the last stage read the labels; other ranks need arrays of the same length.
 
         With the schedule "pipedream", a stage calls ``update(gradients, parameters, weight)`` for
-        each round of microbatches. The function must update the parameters in place. `weight` is
-        the fraction of the batch's samples that are in this round. After the step, some
-        microbatches are not finished yet, see `drain`.
+        each round (one microbatch of each replica of the stage). The function must update the
+        parameters in place. `weight` is the fraction of the batch's samples that are in this round.
+        After the step, some microbatches are not finished yet, see `drain`.
         """
         with self._guard("md.Stage.step"):
             inputs, labels = batch
@@ -291,7 +291,7 @@ class Stage:
         self.stash_bytes = max(self.stash_bytes, sum(one.stash_bytes for one in chunks))
 
     def mean_times(self) -> dict[tuple[int, str], float]:
-        """Return {(chunk, kind): mean seconds} of this rank's computations in the steps so far."""
+        """Return {(chunk, kind): mean seconds}: how long this rank's computations took so far."""
         return {key: seconds / count for key, (seconds, count) in self._times.items()}
 
     def staleness(self) -> tuple[int, float]:

@@ -145,9 +145,9 @@ class Chunk:
     ):
         """Write the gradients of a microbatch; return the gradient of the input.
 
-        The result is None if no layer before this chunk has parameters. ``ready(name)`` is called
-        as soon as the gradient of the parameter `name` is final. `weight` is the factor with which
-        the following call of `add` multiplies these gradients, if it is already known.
+        The result is None if no earlier layer of the model has parameters. ``ready(name)`` is
+        called as soon as the gradient of the parameter `name` is final. `weight` is the factor with
+        which the following call of `add` multiplies these gradients, if it is already known.
         """
         tape, parameters = self._tapes.pop(microbatch), self.used_by(microbatch)
         del self._bytes[microbatch]
@@ -160,7 +160,7 @@ class Chunk:
         return dy if self.first is None else None
 
     def backward_input(self, microbatch: int, dy):
-        """Return only the gradient of the input, which the chunk before needs.
+        """Return only the gradient of the input, which the previous chunk needs.
 
         Call `backward_weights` later.
 
