@@ -68,7 +68,7 @@ class Deadline(NamedTuple):
         `steps` are the times of this rank's newest steps.
 
         `first` says whether this is the first step, or the first step after a change of the group.
-        `repairs` says whether the ranks form a new communicator after a death at the moment.
+        `repairs` says whether the ranks now form a new communicator after a death.
         """
         late, stopped = self.late, PATIENCE if self.late == inf else self.late
         if self.late == 0:

@@ -168,9 +168,9 @@ class Group:
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context manager for work for which the other ranks may have to wait.
 
-        `name` is "save", "data", "evaluate" or "plan". In the ``with`` block this rank is not
-        evicted (killed by the other ranks) if it takes long, or if a native call holds Python's
-        global lock.
+        `name` is "save", "data", "evaluate" or "plan" (measure and choose). In the ``with`` block
+        this rank is not evicted (killed by the other ranks) if it takes long, or if a native call
+        holds Python's global lock.
         """
         return polling.phase(name)
 
@@ -251,7 +251,7 @@ class Group:
         """Call `function`, and again after each death of a rank; return its result. Collective.
 
         `broken` is called after a death, before the living ranks form a new communicator. A spare
-        waits until it replaces a dead rank, and then calls `function`, too. A spare that is never
+        (a rank that waits to replace a dead one) then calls `function`, too. A spare that is never
         needed returns the result of rank 0, which is sent as bytes: `encode` makes at most 4,000
         bytes from the result, and `decode` makes the result from them. If the other ranks end
         without a result, the process of the spare exits.
@@ -387,7 +387,8 @@ class Group:
         """Raise RankFailure if the program cannot go on with these ranks in `comm`.
 
         `ranks` are numbers in the communicator with which the group was made. All living ranks,
-        also the spares, call this method with the same numbers. Subclasses override it.
+        also spares (which wait to replace dead ranks), call this method with the same numbers.
+        Subclasses override it.
         """
 
     @property

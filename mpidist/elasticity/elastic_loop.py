@@ -167,10 +167,11 @@ def run_elastic(
 ) -> T:
     """Call ``function(group)``, and call it again after each death. Collective over `comm`.
 
-    If a rank dies, a call in the function raises RankFailure, and the function must not catch it.
-    The function is then called again on the living ranks, with the newest state. The function may
-    call any collective on ``group.comm``, and may make from it what it needs, such as plans
-    (prepared collectives). ``group.steps`` leaves out the steps that are already done.
+    If a rank dies, a communication call in the function raises RankFailure, which the function must
+    not catch. The function is then called again on the living ranks, with the newest state. The
+    function may call any collective on ``group.comm``, and may make from ``group.comm`` what it
+    needs, such as plans (prepared collectives). ``group.steps`` leaves out the steps that are
+    already done.
 
     The last `spares` ranks of `comm` are spares: they wait, using 1 % of a core each, and are not
     in ``group.comm``. After a death, the first spare replaces the dead rank: the group keeps its

@@ -41,12 +41,12 @@ _SEEN, _LAST, _WHY, _AMOUNT, _FIELDS = range(8, 13)
 class Record(NamedTuple):
     """The record of one rank of the node. Times are in seconds of CLOCK_MONOTONIC.
 
-    `rank` is the rank in the communicator with which the board was made. `beat` is the time of the
-    rank's last sign of life. `phase` is the number of what the rank does, such as waiting or
-    saving. `since` is the time at which the phase began, or at which the rank finished its newest
-    step in this phase. `seen` and `last` are the first and the last time at which another rank saw
-    that the process was stopped. `state` is the state letter in /proc/PID/stat, or "X" if the
-    process has ended.
+    `rank` is the rank in the communicator with which the board (the shared memory for the records)
+    was made. `beat` is the time of the rank's last sign of life. `phase` is the number of what the
+    rank does, such as waiting or saving. `since` is the time at which the phase began, or at which
+    the rank finished its newest step in this phase. `seen` and `last` are the first and the last
+    time at which another rank saw that the process was stopped. `state` is the state letter in
+    /proc/PID/stat, or "X" if the process has ended.
     """
 
     rank: int
@@ -153,7 +153,7 @@ class NodeBoard:
         view[_SEEN], view[_LAST] = one.seen, one.last
 
     def note_fate(self, rank: int, why: int, amount: float) -> None:
-        """Write to the board why a rank is evicted (killed).
+        """Write to the shared memory why a rank is evicted (killed).
 
         `why` is the number of the cause, 0 for none. `amount` is a number of seconds, a factor or a
         step, see `evict.cause_in_words`.

@@ -61,7 +61,7 @@ class NodeWatch:
     # -- what this rank shows --------------------------------------------------------------
 
     def begin_wait(self, now: float) -> int:
-        """Show the other ranks that this rank's main thread waits now; return its last phase."""
+        """Show the other ranks that the main thread waits now; return its phase before."""
         self.next_look = now + LOOK
         return self.board.show(WAIT, now)
 
@@ -81,7 +81,8 @@ class NodeWatch:
     def end_steps(self, phase: int = PLAN) -> None:
         """Show the other ranks that this rank does no more steps, and must not count as late.
 
-        `phase` is the number of what it does instead: by default "plan", which may take any time.
+        `phase` is the number of what this rank does instead: by default "plan" (to measure and
+        choose algorithms), which may take any time.
         """
         self.board.show(phase, time.monotonic())
 

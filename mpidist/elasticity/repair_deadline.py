@@ -65,7 +65,7 @@ class RepairDeadline:
     def begin(self, phase: str) -> None:
         """Begin a phase of the repair, such as SHRINK, and end the phase before.
 
-        A phase that is not in the table above (MEET, SHRINK, REBUILD), such as "", has no limit.
+        MEET, SHRINK and REBUILD have limits. Any other phase, such as "", has none.
         """
         more = {"MEET": 3 * self._step_seconds, "REBUILD": self._state_seconds}.get(phase, 0.0)
         with self._changed:
