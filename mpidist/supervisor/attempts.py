@@ -119,7 +119,7 @@ def run(job: LaunchedJob) -> int:
 
 
 def _with_ready_ranks(growth: Growth, action: Action) -> Action:
-    """Return `action`, or one that goes on with an attempt whose additional ranks are ready."""
+    """Return `action`, or an action that continues with additional ranks that are ready."""
     if not growth.gone and action.what == "relaunch" and not action.pause:
         # The old ranks have ended before they were asked for their state, so the new ranks restore
         # the newest step in the store.
@@ -142,7 +142,7 @@ def _finish(job: LaunchedJob, action: Action) -> int:
 
 
 def _asked_within(seconds: float) -> bool:
-    """Wait before the next attempt; return whether a signal asks for a stop meanwhile."""
+    """Wait before the next start; return whether a signal asks for a stop meanwhile."""
     return signal.sigtimedwait((*ASK, signal.SIGINT, signal.SIGHUP), seconds) is not None
 
 

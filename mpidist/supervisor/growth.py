@@ -43,10 +43,10 @@ class Waiting(Protocol):
 
     @property
     def signs(self) -> Sequence[Sign]:
-        """The newest heartbeat of each rank of the new attempt."""
+        """The newest heartbeat (sign of life) of each of the new, waiting ranks."""
 
     def fault(self, now: float) -> str:
-        """Return why the waiting attempt cannot take over any more; "" if it can."""
+        """Return why the waiting ranks cannot take over the run any more; "" if they can."""
 
     def end(self) -> None:
         """End all processes of the new attempt (start of the program)."""

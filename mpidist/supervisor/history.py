@@ -67,7 +67,7 @@ def next_attempt(folder: Path, known: int) -> int:
 
 
 def free_number(folder: Path, number: int) -> int:
-    """Return the smallest number above `number` for which `folder` has no attempt's folder yet."""
+    """Return the smallest number above `number` without a folder ``attempt-NUMBER``."""
     while (folder / f"attempt-{(number := number + 1)}").exists():
         pass
     return number

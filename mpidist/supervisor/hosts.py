@@ -29,8 +29,8 @@ class LaunchedJob(NamedTuple):
     `words` are the words of the user's launcher command. `hosts` has the number of ranks on each
     host. `slurm` says whether the hosts belong to a Slurm allocation. `elastic` says whether the
     living ranks go on when a rank dies. `notice` is a file that appears, or a command that exits
-    with 0, when the hosts will be taken away. `hosts_from` is a command that prints the hosts of
-    the next attempt.
+    with 0, when the hosts will be taken away. `hosts_from` is a command that prints the hosts for
+    the next start of the program.
     """
 
     program: tuple[str, ...]
@@ -59,7 +59,7 @@ class AttemptPlace(NamedTuple):
     named: bool = False
 
     def left_out(self, job: LaunchedJob) -> list[str]:
-        """Return the hosts of `job` that this attempt does not use."""
+        """Return the hosts of `job` that this start of the program does not use."""
         return [host for host in job.hosts or () if host not in (self.hosts or {})]
 
 
@@ -80,7 +80,8 @@ def grown(job: LaunchedJob, more: int) -> LaunchedJob:
 def with_todays_hosts(job: LaunchedJob) -> LaunchedJob:
     """Return `job` with the hosts that its command `hosts_from` prints now, if it has one.
 
-    If the command fails in a later attempt, the hosts do not change.
+    The command is run before each attempt (start of the program). If it fails before a later
+    attempt, the hosts do not change.
 
     Raises
     ------
@@ -188,11 +189,12 @@ def run_on_hosts(
 
 
 def doubted(job: LaunchedJob, attempt: Attempt, place: AttemptPlace) -> Attempt:
-    """Return the result of an attempt, as failed if it seems done but a host does not answer.
+    """Return an attempt's result, as failed if it seems done but a host does not answer.
 
     If a host is lost, Open MPI's launcher ends with exit code 0, so this code does not prove that
     the program has finished. If the ranks write heartbeats, these show whether the ranks have
-    finished. Without heartbeats, this function tests the hosts of the attempt.
+    finished. Without heartbeats, this function tests the hosts of the attempt (start of the
+    program).
     """
     hosts = list(place.hosts or ())
     if not attempt.finished or attempt.told or len(hosts) < 2:

@@ -72,9 +72,10 @@ class Vigil:
     have died without an orderly exit.
 
     If `dead_ends` is false, the living ranks go on after a death. The attempt must end if no rank
-    is left, if a rank gives the attempt up, or if only one rank has ended with an error. `stuck`
-    are silent ranks on this host that must be killed, so that the other ranks can go on. `over`
-    says whether all living ranks have written that they end, and have had time to end.
+    is left, if a rank asks for the end (`gave_up` in its heartbeat), or if only one rank has ended
+    with an error. `stuck` are silent ranks on this host that must be killed, so that the other
+    ranks can go on. `over` says whether all living ranks have written that they end, and have had
+    time to end.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Vigil:
         launcher: Launcher = _OK,
         begun: Mapping[int, int] = MappingProxyType({}),
     ) -> str:
-        """Return the reason for which the attempt must end, or "" if it may continue.
+        """Return why the attempt (start of the program) must end, or "" if it may continue.
 
         `told` are the newest heartbeats of the ranks. `gone` are the process IDs of the ranks on
         this host that had ended before the heartbeats were read. A rank records a normal exit
@@ -186,7 +187,7 @@ class Vigil:
     def _given_up(
         self, signs, there, gone: Collection[int], now: float, begun: Mapping[int, int]
     ) -> str:
-        """Return why the ranks of an elastic attempt cannot go on; "" if they can."""
+        """Return why the living ranks of an elastic run cannot go on; "" if they can."""
         if cannot := [sign for sign in signs if sign.gave_up]:
             return f"{_named(cannot)} could not go on after a death"
         died = [sign for sign in signs if sign.code < 0 and sign not in there]

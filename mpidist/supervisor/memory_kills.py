@@ -19,7 +19,7 @@ from ..launch.heartbeat import Sign
 
 
 class MemoryKills:
-    """Finds out whether the kernel has killed a rank of one attempt for lack of memory."""
+    """Finds out whether the kernel has killed one of the ranks for lack of memory."""
 
     def __init__(self, order: Sequence[int], host: str | None = None, root: Path = Path("/")):
         self._host = socket.gethostname() if host is None else host

@@ -75,13 +75,13 @@ class SharedFacts(NamedTuple):
 
 
 class RunningAttempt:
-    """One attempt: its launcher, its folder, and the environment variable that marks its processes.
+    """One attempt (start of the program): its launcher, its folder, the mark of its processes.
 
-    `number` is in the name of the attempt's folder, and no later attempt gets the same number.
-    `known_as` is the number of the attempt for the program and the user; it does not count earlier
-    attempts in which the launcher has started no process. `before` is the previous attempt if it
-    still trains; then this attempt waits until it can take over the run. `pending` is a signal that
-    came while this attempt waited.
+    The mark is an environment variable. `number` is in the name of the attempt's folder, and no
+    later attempt gets the same number. `known_as` is the number of the attempt for the program and
+    the user; it does not count earlier attempts in which the launcher has started no process.
+    `before` is the previous attempt if it still trains; then this attempt waits until it can take
+    over the run. `pending` is a signal that came while this attempt waited.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class RunningAttempt:
         remove_session(os.getpid(), self.environment)
 
     def watch(self) -> Attempt:
-        """Wait until the attempt ends, or end the attempt if necessary; return its result."""
+        """Wait until the attempt (start of the program) ends, or end it; return its result."""
         asked, why, deadline = False, "", float("inf")
         while self.process.poll() is None:
             interval = self.job.limits.interval(self.ranks)
@@ -189,11 +189,11 @@ class RunningAttempt:
 
     @property
     def signs(self) -> list[heartbeat.Sign]:
-        """The newest heartbeat of each rank of this attempt, in the order of the ranks."""
+        """The newest heartbeat (sign of life) of each rank, in the order of the ranks."""
         return self.vigil.signs
 
     def fault(self, now: float) -> str:
-        """Return why this attempt, which waits to take over a run, cannot do so any more; or ""."""
+        """Return why these ranks, which wait to take over a run, cannot do so any more; or ""."""
         if self.process.poll() is not None:
             return f"its launcher has ended with exit code {self.process.returncode}"
         with contextlib.suppress(OSError):
@@ -208,7 +208,7 @@ class RunningAttempt:
         return ""
 
     def _passed_on(self, number: int) -> bool:
-        """Return whether the next attempt must handle a request to stop, because it has the run."""
+        """Return whether the ranks that have taken over the run must handle a request to stop."""
         if self.growth is None:
             return False
         if self.growth.call_off():
@@ -234,7 +234,7 @@ class RunningAttempt:
     def _look_at_growth(self, growth: Growth, now: float) -> float:
         """Continue to hand the run over to more ranks, or give this up.
 
-        Returns the time by which the ranks of this attempt must have ended.
+        Returns the time by which the present ranks must have ended.
         """
         if growth.gone:
             return now + LEAVE
@@ -259,7 +259,7 @@ class RunningAttempt:
         return known and heartbeat.has(self.folder, heartbeat.CAN)
 
     def _begin_growth(self, request: JobRequest) -> None:
-        """Start an attempt with more ranks, which waits until this attempt hands its run over."""
+        """Start the program with more ranks, which wait until these ranks hand their run over."""
         try:
             self._start_more(request)
         except (OSError, ConfigError, subprocess.SubprocessError) as error:
@@ -294,7 +294,7 @@ class RunningAttempt:
         return self.begun and (not signs or any(sign.step is not None for sign in signs))
 
     def _look(self, now: float) -> str:
-        """Return the reason for which this attempt must end, or "" if it may continue."""
+        """Return why this attempt (start of the program) must end, or "" if it may continue."""
         ended = set(self.deaths.order)
         signs = heartbeat.read_heartbeats(self.folder)
         self.deaths.watch(signs)

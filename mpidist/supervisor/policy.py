@@ -93,7 +93,7 @@ class Attempt(NamedTuple):
         return self.step is not None and self.first is not None and self.step > self.first
 
     def text(self) -> str:
-        """Return the result of this attempt in a few words, for a printed line."""
+        """Return the result of this start of the program in a few words, for a printed line."""
         end = f"exit code {self.code}" if self.code >= 0 else f"signal {-self.code}"
         if self.unstarted and not self.why:
             return f"the launcher has started nothing (see its messages above), {end}"
@@ -110,10 +110,11 @@ class Attempt(NamedTuple):
 class Policy(NamedTuple):
     """The user's options for `mpidist launch`.
 
-    `preempted` says what follows an attempt that has saved and exited to be continued later:
-    "leave" ends `mpidist launch` with exit code 75, "relaunch" starts the next attempt, and
-    "requeue" gives the job back to Slurm, which starts it again later. `max_preemptions` is the
-    largest number of attempts that may save and exit to be continued later; None for any number.
+    `preempted` says what follows an attempt (start of the program) that has saved and exited to be
+    continued later: "leave" ends `mpidist launch` with exit code 75, "relaunch" starts the next
+    attempt, and "requeue" gives the job back to Slurm, which starts it again later.
+    `max_preemptions` is the largest number of attempts that may save and exit to be continued
+    later; None for any number.
     """
 
     max_restarts: int = 3
@@ -224,10 +225,11 @@ def left_out(
 
 
 def _same_twice(attempts: Sequence[Attempt]) -> bool:
-    """Return whether the two newest attempts ended alike: result, last step, number of ranks.
+    """Return whether the two newest attempts (starts of the program) have ended alike.
 
-    Returns False for a program that writes no heartbeats, because its step is unknown. Such a
-    program is stopped only by the limit of failures.
+    They have if the exit code, the last step and the number of ranks are equal. Returns False for a
+    program that writes no heartbeats, because its step is unknown. The failures of such a program
+    are limited only by their number per hour.
     """
     if len(attempts) < 2 or not attempts[-1].told:
         return False
@@ -236,7 +238,7 @@ def _same_twice(attempts: Sequence[Attempt]) -> bool:
 
 
 def _cap(attempts: Sequence[Attempt], policy: Policy, wanted: int) -> int:
-    """Return how many ranks to start: fewer if ranks were missing in two attempts in a row.
+    """Return how many ranks to start: fewer if ranks were missing in two starts in a row.
 
     Without the option --min-ranks, the result is always the number that the user wants.
     """
@@ -252,9 +254,9 @@ def _cap(attempts: Sequence[Attempt], policy: Policy, wanted: int) -> int:
 def _pause(attempts: Sequence[Attempt]) -> float:
     """Return the pause in seconds before the next attempt.
 
-    The pause depends on how many of the newest attempts in a row have completed no step. For fewer
-    than two such attempts it is 0, for two it is 1 second, and it doubles with each further such
-    attempt, up to `LONGEST_PAUSE`.
+    It depends on how many of the newest attempts (starts of the program) have completed no step.
+    For fewer than two in a row the pause is 0, and for two it is 1 second. It doubles with each
+    further one, up to `LONGEST_PAUSE`.
     """
     idle = len(list(takewhile(lambda attempt: not attempt.advanced, reversed(attempts))))
     return 0.0 if idle < 2 else min(LONGEST_PAUSE, 2.0 ** (idle - 2))
