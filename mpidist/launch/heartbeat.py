@@ -74,7 +74,7 @@ _NONE = -1  # no step yet
 class Sign(NamedTuple):
     """The heartbeat of one rank.
 
-    `first` is the number of the step with which this attempt to run the job began.
+    `first` is the number of the step with which this attempt (start of the program) began.
 
     `left` is true if the rank has ended by itself. `heard` is true if a signal has asked the rank
     to end, and `failed` if an error of the rank ends the job. `peak` is the largest number of bytes
@@ -279,10 +279,10 @@ def note_deaths(count: int) -> None:
 
 
 def give_up() -> bool:
-    """Ask `mpidist launch` to end this attempt; return whether `mpidist launch` reads this.
+    """Ask `mpidist launch` to end all ranks; return whether this process has such a launcher.
 
     A rank calls this function if it could not continue after the death of another rank. The request
-    is a number in the rank's heartbeat file.
+    is a number in the rank's heartbeat file. `mpidist launch` may then start the program again.
     """
     if _pulse is None:
         return False
