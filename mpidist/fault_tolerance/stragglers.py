@@ -118,12 +118,12 @@ class Window:
         self._steps = 0
 
     def note(self, *seconds: float) -> None:
-        """Record how many seconds one step took in each phase."""
+        """Record how many seconds each phase of a step (such as loading data) took."""
         self._times[self._steps % WINDOW] = seconds
         self._steps += 1
 
     def take(self) -> np.ndarray | None:
-        """Return the seconds per step of each phase, and begin a new window; None before ten steps.
+        """Return the seconds per step of each phase, and begin again; None before ten steps.
 
         A phase is a part of a step, such as loading data.
 
@@ -208,7 +208,7 @@ class Stragglers:
         return self.crowded
 
     def note(self, *seconds: float) -> None:
-        """Record how many seconds one step took in each phase. Every tenth call is collective."""
+        """Record how many seconds each phase of a step took. Every tenth call is collective."""
         self.window.note(*seconds)
         self.look()
 
