@@ -131,7 +131,7 @@ def check_binding(comm, environ: Mapping[str, str]) -> bool:
 
 
 def whole_cores(cores: Sequence[int]) -> set[int]:
-    """Return the number of one hardware thread of each physical core, of which some have two."""
+    """Return the number of one hardware thread for each physical core, which may have two."""
     found = set()
     for core in cores:
         there = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")

@@ -45,9 +45,9 @@ _KEYS = ("rank", "seed", "attempt", "ms", "code")
 class Fault:
     """One fault: what happens (`action`), and where and when it happens.
 
-    The fault happens on rank `rank`, in attempt number `attempt` (starts of the program by `mpidist
-    launch`), at the place of the program that is called `point`, when this place is reached with
-    the number `number`. None means that any value fits.
+    The fault happens on rank `rank`, in start number `attempt` of the program by `mpidist launch`,
+    at the place of the program that is called `point`, when this place is reached with the number
+    `number`. None means that any value fits.
     """
 
     action: str

@@ -13,7 +13,7 @@ each round of microbatches. Microbatches then stay in the pipeline between steps
 emptied only at a checkpoint, at the end, and where the setting `flush` says so.
 
 A checkpoint has the same arrays as with `AllReduce`. Therefore a run can restart from a checkpoint
-with any cuts and replicas, and with `AllReduce`.
+with other cuts and replicas, or with `AllReduce`.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ class ParameterServer:
     ----------
     servers : int, sequence of int, mapping of int to float, or "auto"
         The number of servers, which are then the last ranks; or the list of the ranks that are
-        servers; or the relative size of each server rank's part of the model, such as ``{0: 1, 1:
-        1, 2: 4}``. With "auto" all ranks are servers, and the sizes of their parts of the model are
-        chosen so that no host sends more bytes than needed.
+        servers; or the relative size of each server's part of the model, by rank, such as ``{0: 1,
+        1: 1, 2: 4}``. With "auto" all ranks are servers, and the sizes of their parts of the model
+        are chosen so that no host sends more bytes than needed.
     consistency : BSP, SSP, DSSP, ASP or BackupWorkers
         The consistency mode, which says how many steps one worker may be ahead of another.
     placement : str or sequence of int
@@ -42,7 +42,7 @@ class ParameterServer:
     stale : KeepStale, DropStale, ScaleStale, DelayCompensated or MomentumCorrected
         What servers do with old gradients under ASP, SSP and DSSP. A mapping with ``name`` and the
         settings of that policy is also allowed: ``{"name": "drop", "beyond": 16}`` drops gradients
-        that are more than 16 steps old.
+        that are more than 16 updates old.
     replicas : 0 or 1
         With 1, each server also keeps a copy of another server's part of the model, so that an
         elastic run goes on without a lost step if a server dies. This needs `elastic` of
