@@ -265,8 +265,8 @@ def _stops(setting: str) -> bool:
 def _report(job, summary, again: str) -> int:
     """Write and print the summary; return the exit code.
 
-    If the summary cannot be written, this is printed and not raised, because the other ranks are
-    done.
+    If the summary cannot be written, the error is printed and not raised, because the other ranks
+    are done.
     """
     if summary.resumed_at == summary.steps and _is_told(job, summary):
         return 0  # the run was finished before, and a line at its start has said so

@@ -65,7 +65,7 @@ class Deadline(NamedTuple):
     ) -> EvictionLimits:
         """Return the seconds after which a rank is evicted (killed by the other ranks).
 
-        `steps` are the times of this rank's newest steps.
+        `steps` says how many seconds each of this rank's newest steps took.
 
         `first` says whether this is the first step, or the first step after a change of the group.
         `repairs` says whether the ranks now form a new communicator after a death.

@@ -147,9 +147,9 @@ class Group:
     def on_resize(self, function: Callable[[int, int], Any]) -> None:
         """Register a function that is called as ``function(old_size, new_size)`` after each death.
 
-        All living ranks call it, parameter servers too, when their state is up to date and before
-        the interrupted step is repeated. The function may make what the program needs from the new
-        `comm`.
+        All living ranks, parameter servers too, call the function when their state is up to date
+        and before the interrupted step is repeated. The function may make what the program needs
+        from the new `comm`.
         """
         self._on_resize.append(function)
 
@@ -209,7 +209,7 @@ class Group:
     # -- a death -------------------------------------------------------------------------
 
     def _end_of_body(self, step: int, error: BaseException | None) -> bool:
-        """Record the end of a step's body; return whether `error` means a death: suppress it."""
+        """Record the end of a step's body; return whether `error` is a death, to be suppressed."""
         if error is None:
             if self.step == step:
                 self.done(step)

@@ -58,7 +58,8 @@ def _open(comm, state, min_ranks, deadline, restarts: bool, spares=0) -> Group:
 def check_possible(comm, min_ranks, spares=0) -> dict:
     """Check that this job can go on after a death; return the settings of its elastic group.
 
-    Raises ConfigError if it cannot, for example because the MPI library has no ULFM.
+    Raises ConfigError if the job cannot, for example because the MPI library has no ULFM (MPI's
+    extension for dead ranks).
 
     This function itself sends no messages. Call it on all ranks through `same_on_all`, which
     compares the returned settings.

@@ -64,7 +64,7 @@ class SlowRanks:
         self._judged, self._before = 0, dict[int, float]()
 
     def end_of_step(self) -> list[int]:
-        """Return the ranks that end now because they are slow. If this rank is one of them, end it.
+        """Return the ranks that end now because they are slow; end this rank if it is slow.
 
         Collective. Sends no messages, with one exception: before the first eviction, the ranks
         exchange which of them share cores.

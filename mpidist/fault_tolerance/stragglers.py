@@ -42,7 +42,7 @@ _CORES = 1024
 
 
 class Straggler(NamedTuple):
-    """A slow rank, the phase of a step in which it is slow, and how many seconds it loses there."""
+    """A slow rank, the phase of a step in which it is slow, and the seconds that this costs."""
 
     rank: int
     phase: str

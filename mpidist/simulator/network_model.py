@@ -7,9 +7,9 @@ The model is LogGP (Alexandrov, Ionescu, Schauser, Scheiman, SPAA 1995) with som
     latency      from the time a last byte leaves a node to its arrival  time of wire and kernel
     gap          per byte on a node's link, each way (full duplex); the ranks of a node share it
     burst, peak  an idle link sends `burst` bytes at `peak` per byte     see below
-    crossing     a long message waits for this share of the time of a long message in the other
-                 direction between the same two ranks: on one connection, the receiver's answer
-                 for which a long message waits queues behind the data of the other message
+    crossing     a long message begins only after an answer of the receiver. If the receiver sends
+                 a long message at the same time, its answer comes after a part of this message;
+                 `crossing` is the fraction of this message's time that passes before the answer
     node_*       latency and gap between two ranks of one node
     reduction    per byte reduced
 

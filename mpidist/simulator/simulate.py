@@ -4,8 +4,8 @@ The steps of a schedule have the same dependencies as in a real run, so messages
 overlap in the simulation exactly where they can overlap in a real run. If several steps need the
 same link, sender, receiver or processor, they use it one after the other: sorted by round, then by
 position in the list of steps, then by rank. Each simulated time is the maximum of a few earlier
-times plus a cost, so one pass over the rounds computes all times. `vector_simulator` computes the
-same times for many similar ranks at once.
+times plus a cost, so all times are computed in one pass over the rounds. `vector_simulator`
+computes the same times for many similar ranks at once.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class _Rank:
         self.needs = self.compiled.needs.copy()
 
     def take(self, i: int) -> float:
-        """Return when step `i` begins; then the next send (or receive) with its peer may begin."""
+        """Return when step `i` begins; let the next send (or receive) with the same peer begin."""
         if self.needs[i]:
             raise ScheduleError(f"{self.compiled.steps[i]} needs the data of a later step")
         for k in self.compiled.followers[i]:

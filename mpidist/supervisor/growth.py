@@ -34,7 +34,7 @@ class Waiting(Protocol):
     """The methods of the new attempt (start of the program) that `Growth` calls.
 
     The new attempt waits to take over the run. `RunningAttempt` has these methods. `pending` is a
-    signal that came while the attempt waited, and that it must handle later.
+    signal that came while the attempt waited, and that the attempt must handle later.
     """
 
     folder: Path
@@ -59,7 +59,7 @@ class Growth(Generic[W]):
     """Lets a new attempt (start of the program) with more ranks continue a run that still trains.
 
     `folder` is the folder of the old attempt. `new` is the new attempt, which starts, and then
-    waits until the old ranks leave it the state of the run. `more` is the number of additional
+    waits until the old ranks leave their state to the new ranks. `more` is the number of additional
     ranks that the user has asked for. `asked` says whether the old ranks have been asked for the
     state. `gone` says whether `mpidist launch` has decided that the new ranks continue the run.
     """
@@ -141,8 +141,8 @@ class Growth(Generic[W]):
 def place_of_state(old: Sequence[Sign], new: Sequence[Sign]) -> str:
     """Return where the old ranks must leave the state of the run for the new ranks.
 
-    This is in memory if all ranks, old and new, are on one host, and otherwise in the store. `old`
-    and `new` are the heartbeats of the ranks.
+    The result is in memory if all ranks, old and new, are on one host, and otherwise in the store.
+    `old` and `new` are the heartbeats of the ranks.
     """
     hosts = {sign.host for sign in (*old, *new)}
     return heartbeat.IN_MEMORY if len(hosts) == 1 else heartbeat.IN_STORE

@@ -108,7 +108,7 @@ def with_todays_hosts(job: LaunchedJob) -> LaunchedJob:
 
 
 def all_hosts(job: LaunchedJob) -> AttemptPlace:
-    """Return all hosts of the job, without a test whether they answer."""
+    """Return all hosts of the job, without a test."""
     return AttemptPlace(job.hosts, tuple(job.hosts or ()), named=not job.slurm)
 
 

@@ -15,7 +15,7 @@ class Limits(NamedTuple):
 
     - `heartbeat`: the longest time without a heartbeat of a rank.
     - `start`: the longest time until all ranks have begun. With None, the limit is 300 s, counted
-    from the moment in which a rank has begun.
+      from the moment in which a rank has begun.
     - `stall`: the longest time without a completed step; None for no limit.
     - `grace`: the time in which ranks must save and exit after a request to stop.
     - `launcher`: the longest time until the launcher starts any process, and also the longest time

@@ -63,7 +63,7 @@ def remove_memory_folder(
 ) -> None:
     """Remove the folder of a job on all hosts.
 
-    `well` says whether the job has finished without an error. Then its ranks have already removed
+    `well` says whether the job has finished without an error. If so, its ranks have already removed
     the folder on the hosts `used`.
     """
     if folder is None:

@@ -289,7 +289,7 @@ class RunningAttempt:
         return now + self.job.limits.grace
 
     def _listens(self) -> bool:
-        """Return whether the ranks handle a signal to stop; before that, it would kill them."""
+        """Return whether the ranks now handle a signal to stop; earlier, it would kill them."""
         signs = self.vigil.signs
         return self.begun and (not signs or any(sign.step is not None for sign in signs))
 

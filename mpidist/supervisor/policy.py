@@ -4,10 +4,11 @@
     attempt 1   4 ranks   exit 137 at step 951     -> again
     attempt 2   4 ranks   exit 137 at step 951     -> stop: the same failure at the same step
 
-The number of failures per hour is limited. Exit code 75 means that an attempt has saved its state
-and wants to be continued later. An attempt with exit code 75 is not a failure if its ranks have
-written heartbeats; the number of these attempts has a limit of its own. An attempt in which the
-launcher has started no process is not a failure either, because the job did not run.
+137 is the exit code after SIGKILL. The number of failures per hour is limited. Exit code 75 means
+that an attempt has saved its state and wants to be continued later. An attempt with exit code 75 is
+not a failure if its ranks have written heartbeats; the number of these attempts has a limit of its
+own. An attempt in which the launcher has started no process is not a failure either, because the
+job did not run.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ class TrainingGroup(Group):
         carried.group = self
 
     def note_step(self) -> None:
-        """Keep the state of the run that a death has interrupted, so that it can continue."""
+        """Keep the state of the run that a death has interrupted, so that the run can continue."""
         self.step = self._carried.note_state()
 
     def _state_bytes(self) -> int:

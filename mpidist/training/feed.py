@@ -116,9 +116,9 @@ class Feed:
     def tolerate(self, batch: tuple, indices, call: Callable[[tuple], float]) -> tuple[float, int]:
         """Call `call` with those samples of a batch that the model accepts.
 
-        Returns (its result, the number of these samples). A model rejects a batch by raising
-        ValueError, ArithmeticError or IndexError (`REJECTIONS`). Each sample of a rejected batch is
-        then given to the model alone, to find the samples that the model rejects.
+        Returns (the result of `call`, the number of these samples). A model rejects a batch by
+        raising ValueError, ArithmeticError or IndexError (`REJECTIONS`). Each sample of a rejected
+        batch is then given to the model alone, to find the samples that the model rejects.
         """
         while len(indices):
             try:

@@ -167,7 +167,7 @@ def read_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
 def _apply(values: dict, text: str) -> None:
     """Set the key ``a.b`` of nested tables from a text ``a.b=value``.
 
-    If the value is not valid TOML, it is stored as a plain string.
+    If the value is not valid TOML, the value is the plain text.
     """
     key, found, value = text.partition("=")
     if not found or not key.strip():

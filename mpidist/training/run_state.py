@@ -243,7 +243,8 @@ class Progress:
     def hand_over(self) -> bool:
         """Leave the state for newly started ranks, if they ask for it. Collective.
 
-        Returns whether these ranks continue the run from this state. If not, the caller saves it.
+        Returns whether these ranks continue the run from this state. If not, the caller saves the
+        state.
         """
         memory = memory_folder()
         if memory is None or not hasattr(self.store, "let_go"):

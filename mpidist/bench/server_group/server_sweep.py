@@ -79,10 +79,10 @@ def sweep_cases(
 
 
 def measure(comm, nbytes: int, case: Case, *, rounds: int, compute: float) -> dict | None:
-    """Measure one case; return its row on rank 0, None on other ranks. Collective over `comm`.
+    """Measure one case (numbers of workers and servers). Collective over `comm`.
 
-    `compute` is the time in seconds that one worker alone would need for the computation of a whole
-    step of all workers.
+    Returns the row of the case on rank 0, and None on other ranks. `compute` is the time in seconds
+    that one worker alone would need for the computation of a whole step of all workers.
     """
     part = comm.Split(0 if comm.rank < case.ranks else MPI.UNDEFINED)
     if part == MPI.COMM_NULL:

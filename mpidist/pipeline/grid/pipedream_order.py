@@ -2,10 +2,10 @@
 
 A stage has r replicas. Microbatch i belongs to replica i mod r, so each r microbatches are a round
 with one microbatch for each replica. A rank repeats three actions. F is the forward pass of its
-newest microbatch. B is the backward pass of its microbatch of an older round; the number of rounds
-between the two is the *depth* of the stage. U is the update of the parameters with the gradients of
-this older round: the replicas of the stage add their gradients, and all make the same update. For
-example:
+newest microbatch. B is the backward pass of its microbatch of an older round. The number of rounds
+between these two microbatches is the *depth* of the stage. U is the update of the parameters with
+the gradients of this older round: the replicas of the stage add their gradients, and all make the
+same update. For example:
 
     2 replicas, then 1     rank 0   F0 F2 B0 U0 F4 B2 U2 ...        stage 0, depth 1
     of the next stage      rank 1   F1 F3 B1 U1 F5 B3 U3 ...

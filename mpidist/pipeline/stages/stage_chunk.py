@@ -183,7 +183,11 @@ class Chunk:
         return dy if self.first is None else None
 
     def _input_of(self, layer, saved, dy):
-        """Return the gradient of a layer's input; `dy` must keep its values for the weights."""
+        """Return the gradient of a layer's input; the caller may change it, but not `dy`.
+
+        If the layer has weights, their gradients are later computed from `dy`, so the returned
+        array then does not share its memory.
+        """
         dx = layer.backward_input(self.parameters, saved, dy)
         # The previous layers may change, in place, the gradient that they get.
         if layer.shapes() and array_module(dx).may_share_memory(dx, dy):

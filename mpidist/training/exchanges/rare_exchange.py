@@ -5,11 +5,12 @@
                                    pull                x                 x
                                    local   x     x           x     x
 
-Each step adds its gradient to a sum. A push sends the parameter servers the mean gradient over all
-samples since the last push. In a step without a pull the worker applies its gradient to its own
-parameters. This local update uses the worker's own optimizer state. The gradient gets the same
-weight as on the servers. A pull replaces the worker's parameters by the servers' parameters. If the
-worker still has gradients to push, the pulled parameters do not contain them.
+Each step adds its gradient to a sum on the worker. A push sends the parameter servers the mean
+gradient over all samples since the last push. In a step without a pull the worker applies its
+gradient to its own parameters. This local update uses the worker's own optimizer state. The
+gradient gets the same weight as on the servers. A pull replaces the worker's parameters by the
+servers' parameters. If the worker still has gradients to push, the pulled parameters do not contain
+them.
 
 Dean et al., "Large scale distributed deep networks", NIPS 2012.
 """

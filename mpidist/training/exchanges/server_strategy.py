@@ -28,9 +28,9 @@ class ParameterServer:
     ----------
     servers : int, sequence of int, mapping of int to float, or "auto"
         The number of servers, which are then the last ranks; or the list of the ranks that are
-        servers; or the relative size of each server's part of the model, by rank, such as ``{0: 1,
-        1: 1, 2: 4}``. With "auto" all ranks are servers, and the sizes of their parts of the model
-        are chosen so that no host sends more bytes than needed.
+        servers; or, by rank, the relative size of each server's part of the model: ``{0: 1, 1: 1,
+        2: 4}``, for example. With "auto" all ranks are servers, and the sizes of their parts of the
+        model are chosen so that no host sends more bytes than needed.
     consistency : BSP, SSP, DSSP, ASP or BackupWorkers
         The consistency mode, which says how many steps one worker may be ahead of another.
     placement : str or sequence of int

@@ -5,13 +5,13 @@
     all      exchange these facts, come to the same decision, and open a new group of servers and
              workers
 
-A worker pushes (sends) its gradients to the servers, and a server applies a push when it updates
-its shard with it. The clock of a worker is the number of its finished steps. Under BSP and SSP(0),
-a server applies the pushes of a step only after each server has told the others that it has
-received all of them (a vote, see `servers.votes`). A death may come when only some servers know the
-result of the vote. The other servers then apply this step, too, so all servers have applied the
-same steps. The newest of these steps is the common step. The living workers divide the batches
-among them, and repeat all later steps.
+A worker pushes (sends) its gradients to the servers. A server applies a push: it updates its shard
+with these gradients. The clock of a worker is the number of its finished steps. Under BSP and
+SSP(0), a server applies the pushes of a step only after each server has told the others that it has
+received all these pushes (a vote, see `servers.votes`). A death may come when only some servers
+know the result of the vote. The other servers then apply this step, too, so all servers have
+applied the same steps. The newest of these steps is the common step. The living workers divide the
+batches among them, and repeat all later steps.
 
 Under ASP and SSP(s) each worker continues at its own clock. If its push was interrupted, the worker
 repeats the push to the servers that do not have it. If the fastest worker has already taken its
@@ -384,7 +384,7 @@ class CarriedServers(Carried):
         return have | {*self._pending.known}
 
     def _more_facts(self) -> dict:
-        """Return more facts to tell the other ranks after a death. Subclasses override it."""
+        """Return more facts to tell other ranks after a death. Subclasses override this method."""
         return {}
 
     def _lost_now(self, everyone: list[dict]) -> Collection[int]:

@@ -2,8 +2,8 @@
 
 With ``cuts="auto"``, a new run measures the time and the bytes of each layer (its profile). A
 resumed run reads from its checkpoint the cuts of the last run, the profile from which they were
-chosen, and how long the stages took. The function `recut` decides whether these cuts are used
-again. Rank 0 reads and measures, and all ranks use its results.
+chosen, and how long the stages took. The module `recut` decides whether these cuts are used again.
+Rank 0 reads and measures, and all ranks use its results.
 """
 
 from __future__ import annotations
