@@ -1,4 +1,4 @@
-"""A board in shared memory on which each rank of a node shows what it does, without MPI calls.
+"""A board: shared memory in which each rank of a node shows what it does, without MPI calls.
 
     rank 0   pid 4711   beat 12.5 s   wait      since 12.1 s   step 812
     rank 1   pid 4712   beat 12.4 s   wait      since 12.1 s   step 812

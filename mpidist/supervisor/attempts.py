@@ -2,8 +2,8 @@
 
 An attempt is one start of the program on all ranks. `mpidist launch` itself does not use MPI, and
 starts the launcher (such as mpiexec) in a session of its own. An environment variable marks all
-processes that the launcher starts. After the end of the launcher, `mpidist launch` kills all
-processes with this mark that still run on this host. Ranks on other hosts notice a file in the
+processes that the launcher starts. After the launcher has ended, `mpidist launch` kills all
+processes with this variable that still run on this host. Ranks on other hosts notice a file in the
 shared folder which says that the attempt is over, and end themselves (`mpidist.launch.heartbeat`).
 
     DIR/history.jsonl      one line for each attempt and decision

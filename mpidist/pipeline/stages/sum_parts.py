@@ -5,9 +5,9 @@
 
 If the replicas are on several hosts, the gradients of a chunk are cut into parts of whole layers. A
 rank begins to send a part as soon as it has added the gradients of its last microbatch to the part.
-All replicas begin their parts in the same order. If all replicas are on one host, they add in
-shared memory, and a chunk has one part for each dtype. The bits do not depend on the parts, because
-each element is added in the same tree.
+All replicas begin to sum their parts in the same order. If all replicas are on one host, they add
+in shared memory, and a chunk has one part for each dtype. The bits do not depend on the parts,
+because each element is added in the same tree.
 """
 
 from __future__ import annotations
