@@ -2,9 +2,11 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
+from again import best_of_three
 from test_elastic import launch_with_ulfm, with_ulfm
 from tiers import exhaustive, tiers
 
@@ -141,7 +143,14 @@ def test_a_bad_record_of_a_repeated_step_counts_once(tmp_path):
 @with_ulfm
 def test_all_workers_raise(tmp_path):
     """R46: the mistake is in the program, so nobody is evicted, however many servers there are."""
-    done, told = train(tmp_path, 5, "", servers=3, raises=6, on_exception="evict")
+
+    def not_held_up(run):
+        """Open MPI's launcher may keep a lock for ever when several ranks end (docs/errors.md)."""
+        assert not run[0].timed_out, run[0]
+        return run
+
+    play = partial(train, tmp_path, 5, "", servers=3, raises=6, on_exception="evict")
+    done, told = best_of_three(not_held_up, play)
     assert (done.returncode, told) == (1, {}), done
     assert done.stderr.count("RuntimeError: no memory on rank") == 1
     assert "ends itself" not in done.stderr, done
