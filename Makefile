@@ -28,7 +28,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # Else every rank compiles every module at every start, and writes its lines in pieces.
 unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 
-.PHONY: help run test test-all test-unit test-mpi test-launch test-cluster cluster-measured cluster-others test-slurm test-net test-gpu \
+.PHONY: help run test test-all test-ranks test-unit test-mpi test-launch test-cluster cluster-measured cluster-others test-slurm test-net test-gpu \
         test-floor test-hdf5 fuzz lint bench bench-simulate bench-net bench-relaunch bench-elastic bench-counters bench-staleness bench-rows bench-pipeline comparison soak soak-threads \
         soak-recovery soak-elastic soak-links soak-histories soak-readers docs clean size
 
@@ -70,10 +70,14 @@ run: $(VENV)/.run
 	$(EXEC) 4 $(BIN)/mpidist train jobs/digits.toml --set stop_after=1120
 	$(EXEC) 3 $(BIN)/mpidist train jobs/digits.toml --resume
 
-# The unit tests take what the cluster leaves of the cores: it waits half of its time. The launches run
-# alone, for deadlines are a matter of luck where ranks share a core with many other jobs.
+# The unit tests take what the others leave of the cores, for these wait a part of their time. The
+# others run one after the other: deadlines are a matter of luck where ranks share a core with many
+# other jobs.
 test: $(VENV)/.test
-	$(MAKE) -j 2 --output-sync=target test-unit test-cluster
+	$(MAKE) -j 2 --output-sync=target test-unit test-ranks
+
+test-ranks:
+	$(MAKE) test-cluster
 	$(MAKE) test-mpi
 	$(MAKE) test-launch
 

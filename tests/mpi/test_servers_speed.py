@@ -50,6 +50,7 @@ def run(comm, consistency, sleep):
     return comm.allreduce(seconds, MPI.MAX), comm.allreduce(slept)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(WORKERS + 1)
 def test_share_of_the_simulated_speed_up(comm):
     """R67, R68: SSP(4) and ASP reach 0.85 of the speed-up over BSP that the delays allow."""
