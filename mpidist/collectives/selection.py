@@ -110,7 +110,10 @@ def _chosen(context: Context) -> dict[str, dict]:
 
 
 def candidates(context: Context) -> tuple[str, ...]:
-    """Return the algorithms worth measuring on these nodes. The first call is collective.
+    """Return the algorithms worth measuring on these nodes.
+
+    All ranks must make the first call for a communicator together, because it makes the memory that
+    the ranks of a node share. Later calls send nothing.
 
     If all ranks are on one node, mpidist's algorithms that send messages are left out, because
     shared memory is faster. If each rank is alone on its node, algorithms that need shared memory

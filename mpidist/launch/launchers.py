@@ -160,7 +160,7 @@ def launch(
     args : sequence of str
         The program, for instance ``[sys.executable, "prog.py"]``.
     env : mapping, optional
-        Variables to add to the environment of this process.
+        Environment variables of the ranks, beside those that this process has.
     timeout : float
         After this many seconds every process of the job is ended. In the result, ``timed_out`` is
         then true and ``returncode`` is 124.

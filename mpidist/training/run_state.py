@@ -205,10 +205,10 @@ class Progress:
     def checkpoint(self, pace: SaveInterval | None = None) -> None:
         """Save a checkpoint of this step, unless it is already saved. Collective over the workers.
 
-        With parameter servers, this method also makes the servers save their arrays. `pace` says at
-        which steps to save. If `pace` is given, a run with allreduce saves in the background.
-        Without `pace`, the state is on stable storage when this method returns, or saving has
-        failed and `saved_step` is None.
+        With parameter servers, this method also makes the servers save their arrays. `pace` is the
+        plan of the periodic saves, if this is one of them; then a run with allreduce saves in the
+        background. Without `pace`, the state is on stable storage when this method returns, or
+        saving has failed and `saved_step` is None.
         """
         if self.store is None:
             return

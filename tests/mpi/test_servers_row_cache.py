@@ -145,6 +145,12 @@ def test_asp_asks_again_after_max_age(comm):
             assert asked == (15 if age == 0 else 5)
 
 
+@pytest.mark.ranks(4)
+def test_backup_workers_see_their_own_pushes(comm):
+    """They have no bound, and servers hold pushes, which a worker thus cannot apply itself."""
+    train(comm, md.BackupWorkers(0), md.RowCache(ROWS, max_age=4))
+
+
 @pytest.mark.ranks(5)
 def test_the_mode_and_the_optimizer_change(comm):
     """A worker still sees its own pushes, and no row is older than the new mode allows."""

@@ -51,12 +51,14 @@ def can_overlap(arena: Arena, algorithm: str) -> bool:
 
 
 def bucket(arena: Arena, k: int, start: int, stop: int, algorithm: str = MEASURED):
-    """Return a function that begins the sum of ``vectors[k][start:stop]`` and returns a handle.
+    """Return a function that begins to sum a part of an arena's vector over all ranks.
 
-    `arena` has tensors in memory that ranks share. Both `bucket` and the returned function are
-    collective: all ranks of the arena's communicator must call them, in the same order. The handle
-    waits for the sum. If the vectors have half precision, the returned function has an argument
-    `weight`, and multiplies this rank's values by `weight` in single precision before the sum.
+    `arena` has tensors in memory that ranks share. The part is ``arena.vectors[k][start:stop]``.
+    When the returned function is called, it begins the sum and returns a handle, which waits for
+    the sum. All ranks of the arena's communicator must call `bucket`, and later the returned
+    function, in the same order. If the vectors have half precision, the returned function has an
+    argument `weight`, and multiplies this rank's values by `weight` in single precision before the
+    sum.
     """
     by_lanes = arena.topology.nodes < arena.topology.size and algorithm in (MEASURED, *NODE)
     lines = arena.take_lines(2) if by_lanes else None

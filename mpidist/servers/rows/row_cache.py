@@ -288,6 +288,8 @@ class CachedRows:
     def _look_up(self, table: CachedTable, rows: np.ndarray, clock: int) -> LookUp:
         # Under DSSP a worker may be more than `low` steps ahead, but cached rows keep this bound.
         bound, age = getattr(self._mode, "low", self._mode.bound), self._policy.max_age
+        if self._mode.holds:  # this worker's own pushes are not added to cached rows
+            bound = 0
         oldest = -1 if bound is None else clock - bound
         earliest = -1 if age is None else clock - age
         found = LookUp(table, rows, clock, oldest, earliest, self._now)
