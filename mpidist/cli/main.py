@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import select
 import sys
 import time
 from contextlib import suppress
@@ -61,12 +62,23 @@ def main(argv: list[str] | None = None) -> int:
                 if isinstance(error, BrokenPipeError):
                     raise  # other errors, such as a full disk, are reported at the end by Python
     except BrokenPipeError:
+        if not _has_lost_its_reader(sys.stdout):  # a pipe of the model or of the data
+            raise
         # The reader has closed the pipe, as in `mpidist checkpoint list | head`. The command may
         # not have done all its work.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if _is_one_of_several():  # the others may wait for this rank: the exception hook ends them
             raise ConfigError("the reader of the output has ended before the job") from None
         return 141  # as for a program that SIGPIPE has ended
+
+
+def _has_lost_its_reader(stream) -> bool:
+    """Return whether `stream` writes to a pipe whose reader has ended."""
+    with suppress(OSError, ValueError):  # the stream is closed, or has no descriptor
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    return False
 
 
 def _run(argv: list[str]) -> int:
@@ -146,7 +158,8 @@ def _is_one_of_several() -> bool:
         return False
     from mpi4py import MPI
 
-    return MPI.Is_initialized() and MPI.COMM_WORLD.size > 1
+    running = MPI.Is_initialized() and not MPI.Is_finalized()
+    return running and MPI.COMM_WORLD.size > 1
 
 
 def _met(error: MpidistError, text: str, claim) -> bool:

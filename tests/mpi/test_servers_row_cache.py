@@ -148,7 +148,8 @@ def test_asp_asks_again_after_max_age(comm):
 @pytest.mark.ranks(4)
 def test_backup_workers_see_their_own_pushes(comm):
     """They have no bound, and servers hold pushes, which a worker thus cannot apply itself."""
-    train(comm, md.BackupWorkers(0), md.RowCache(ROWS, max_age=4))
+    for cache in (md.RowCache(ROWS, max_age=4), ROWS):
+        train(comm, md.BackupWorkers(0), cache)
 
 
 @pytest.mark.ranks(5)

@@ -11,7 +11,7 @@ import pytest
 from mpi4py import MPI
 
 from mpidist import runtime
-from mpidist.cli import train
+from mpidist.cli import bench, train
 from mpidist.cli.start import start_ranks
 from mpidist.errors import ConfigError, MpidistError
 from mpidist.launch import claims, start_checks
@@ -66,3 +66,12 @@ def test_an_import_that_fails_before_mpi_starts(monkeypatch):
     with pytest.raises(MpidistError, match=r"^ModuleNotFoundError: .*training\.job") as error:
         train.run(Namespace(job="none.toml", settings=[]))
     assert error.value.awaited
+
+
+@pytest.mark.ranks(1, 2)
+def test_ranks_of_a_benchmark_check_the_file_for_its_rows(comm, tmp_path, monkeypatch):
+    """A single rank under a launcher, too."""
+    monkeypatch.setattr(bench, "start_ranks", lambda _: comm)
+    monkeypatch.setattr(bench.step, "run", lambda *_: pytest.fail("the benchmark began"))
+    with pytest.raises(ConfigError, match=r"--json .*rows: expected a file in a folder that"):
+        bench.run(SimpleNamespace(what="step", json=str(tmp_path / "no" / "rows")))

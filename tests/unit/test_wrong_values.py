@@ -113,6 +113,19 @@ def test_the_reader_of_the_output_has_gone(words, buffering, capsys, tmp_path, m
     assert capsys.readouterr().err == ""
 
 
+def test_a_broken_pipe_of_the_program_is_no_lost_reader(tmp_path, monkeypatch):
+    """As that of a data source: its traceback tells where it was."""
+
+    def run(argv):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("mpidist.cli.main._run", run)
+    with (tmp_path / "out").open("w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with pytest.raises(BrokenPipeError):
+            main(["train", "job.toml"])
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -170,6 +183,7 @@ def test_the_reader_of_a_rank_has_gone(monkeypatch):
 
     monkeypatch.setattr("mpidist.cli.main._run", prints)
     monkeypatch.setattr("mpidist.cli.main._is_one_of_several", lambda: True)
+    monkeypatch.setattr("mpidist.cli.main._has_lost_its_reader", lambda _: True)
     monkeypatch.setattr(os, "dup2", lambda *_: None)
     with pytest.raises(ConfigError, match="the reader of the output has ended"):
         main([])

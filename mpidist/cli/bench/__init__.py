@@ -59,13 +59,14 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{option} {value}: expected more than 0")
     if args.what == "allreduce":
         allreduce.prepare(args)
-    if claims.claimed_size(os.environ) is None:  # one process
+    alone = claims.claimed_size(os.environ) is None  # started without a launcher
+    if alone:
         _check_file(args.json)
     if getattr(args, "advise", False):
         rows, first = choices.print_advice(args, os.environ), True
     else:
         comm = start_ranks(os.environ)
-        if comm.size > 1:
+        if not alone:
             from ...runtime.agreement.run_on_all import run_on_all  # after MPI has begun
 
             mine = None if comm.rank else args.json

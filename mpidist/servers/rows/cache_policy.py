@@ -67,7 +67,7 @@ def row_cache(model: str, given, consistency: Consistency, stale) -> RowCache | 
                 "md.RowCache"
             )
         cache = RowCache(checked_whole(f"model {model!r}: cache_rows", given, 1))
-    if consistency.bound is None and cache.max_age is None:
+    if consistency.bound is None and not consistency.holds and cache.max_age is None:
         raise ConfigError(
             f"model {model!r}: {consistency} has no bound for the age of rows in a cache; give "
             f"cache_rows=md.RowCache({cache.rows}, max_age=...)"
