@@ -59,10 +59,11 @@ def size_range(low: int, high: int, step: int = 2) -> list[int]:
 
 
 def calls_per_round(comm, nbytes: int, call: Callable[[], object]) -> int:
-    """Return how many successive allreduces are timed together. Collective over `comm`.
+    """Return how many calls of `call` are timed together. Collective over `comm`.
 
-    The number is larger for shorter vectors. The allreduces together take at most `TURN` (0.01)
-    seconds.
+    `call` makes one allreduce of `nbytes` bytes. The result is larger for shorter vectors. All
+    calls that are timed together take about `TURN` (0.01) seconds or less, unless one call alone
+    takes longer.
     """
     most = 200 if nbytes <= 4096 else 20 if nbytes <= 128 << 10 else 3 if nbytes <= 2 << 20 else 1
     if most == 1:
@@ -77,10 +78,10 @@ def calls_per_round(comm, nbytes: int, call: Callable[[], object]) -> int:
 
 
 def pool_size(nbytes: int, cold: bool) -> int:
-    """Return how many vectors the timed allreduces use, one after the other.
+    """Return how many vectors of `nbytes` bytes the timed allreduces use, one after the other.
 
-    The number is 1 if `cold` is false. If `cold` is true, the vectors together are twice as large
-    as the last-level cache, so that no allreduce finds its vector there.
+    The number is 1 if `cold` is false. If `cold` is true, the vectors together are at least twice
+    as large as the last-level cache, so that no allreduce finds its vector in the cache.
     """
     return max(2, ceil(2 * last_level_cache() / nbytes)) if cold else 1
 
@@ -122,6 +123,10 @@ def measure(
 
     Parameters
     ----------
+    algorithms : sequence of str
+        The names of the algorithms to time.
+    rounds : int
+        How many times every algorithm and form is timed; a row has the medians of these times.
     forms : sequence of str
         The ways to call an algorithm: "call" (a function), "plan" (an operation that is prepared
         once), "arena" (a plan for memory that all ranks of a node share), or "nonblocking". Only

@@ -1,4 +1,4 @@
-"""For benchmarks with files: make a temporary folder, remove files from the page cache."""
+"""For benchmarks with files: make a temporary folder, and remove files from the page cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @contextmanager
 def bench_folder(comm, parent: str) -> Iterator[Path]:
-    """Make a temporary folder in `parent`, and remove it at the end of the ``with`` block.
+    """Context manager: make a temporary folder in `parent`; remove it after the ``with`` block.
 
     Collective over `comm`.
     """

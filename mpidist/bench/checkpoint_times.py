@@ -81,6 +81,8 @@ def measure(comm, nbytes: int, rounds: int, folder: str, torch: bool = False) ->
     ranks, median_s (seconds of the operation), plain_s (seconds of the reference), ratio (plain_s
     divided by median_s, as the median over the rounds), and mb_per_s.
 
+    Every operation and every reference is timed in each of `rounds` rounds.
+
     The operations "save" and "restore" are timed until the method of that name returns. The
     operation "unchecked" is a restore that does not compare the checksums of arrays. The operation
     "stall" is a call of `save_async`, timed until it returns. The time of "async" is the additional

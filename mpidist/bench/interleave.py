@@ -50,8 +50,9 @@ class Candidate:
     def next_inputs(self) -> list[np.ndarray]:
         """Return all inputs in the order in which the next calls use them.
 
-        A caller that writes the inputs in this order leaves in the cache the inputs that the calls
-        use last, and not those that they use first.
+        The caller should write the inputs in this order. If not all inputs fit into the cache,
+        those that the calls use last remain there, and the first calls find their inputs in the
+        main memory.
         """
         start = self.turn % len(self.calls)
         return [*self.inputs[start:], *self.inputs[:start]]
@@ -73,13 +74,15 @@ def interleave(
 ) -> dict[str, Measured]:
     """Time `repeat` calls of every candidate in each of `rounds` rounds. Collective over `comm`.
 
-    Returns a dict with the times of each candidate, under the same names as in `candidates`.
+    Returns a dict with the same names as `candidates`. Each value is a `Measured`: for each round,
+    the seconds per call and the counts per call (see `meter`).
 
     Parameters
     ----------
     meter : callable, optional
-        Returns counters of this rank, such as sent bytes, as a float64 array. The result has the
-        increase of each counter per call, as the maximum over all ranks.
+        Returns counters of this rank, such as sent bytes, as a float64 array. The attribute
+        `counts` of each `Measured` has, for each round, the increase of each counter per call, as
+        the maximum over all ranks. Without `meter` it has no counters.
 
     Raises
     ------

@@ -10,7 +10,7 @@ rank has read its block. The ratio in a result row is the time of the plain read
 of the loader, as the median over all rounds. "cold" means that the files were removed from the page
 cache of the system before each read, "warm" that they are in the page cache. CPU time is the sum
 over all threads of all ranks. The CPU time is given because other work on the machine changes it
-less than the elapsed time.
+less than it changes the elapsed time.
 """
 
 from __future__ import annotations
@@ -39,10 +39,14 @@ _RECORD = 4 * sum(_WIDTHS.values())
 def measure(comm, nbytes: int, rounds: int, folder: str, batch: int) -> list[dict]:
     """Return result rows for files of about `nbytes` bytes in `folder`. Collective over `comm`.
 
+    Every candidate (a loader or the plain read) is timed in each of `rounds` rounds. `batch` is the
+    number of records that a rank reads together.
+
     A row has the keys source, order ("in order" or "shuffled"), pages ("cold" or "warm"), ranks,
-    bytes, samples_per_s, plain_samples_per_s (of the plain read), ratio (time of the plain read
-    divided by the time of the loader) with its 95 % interval (low, high), and cpu_us and
-    plain_cpu_us, the CPU times per sample of the loader and of the plain read.
+    bytes, samples_per_s (of the loader) and plain_samples_per_s (of the plain read). The key ratio
+    is the time of the plain read divided by the time of the loader; low and high are the ends of
+    its 95 % interval. The keys cpu_us and plain_cpu_us are the CPU times per sample of the loader
+    and of the plain read.
     """
     count = max(batch * comm.size, nbytes // _RECORD)
     rows = []

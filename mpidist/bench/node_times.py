@@ -31,7 +31,11 @@ _AHEAD = 1 << 60
 
 
 class FakedNode:
-    """A simulated node of `size` ranks; only the rank `rank` exists, and it never waits."""
+    """A simulated node of `size` ranks; only the rank `rank` exists, and it never waits.
+
+    This process is the rank `rank`. Before the timed calls, the object writes to memory what the
+    other ranks would write there.
+    """
 
     def __init__(self, size: int, rank: int):
         self.size, self.rank = size, rank

@@ -20,10 +20,15 @@ from ..gradients.exchange import Gradients
 def measure(comm, *, nbytes: int, layers: int = 32, rounds: int = 9, **settings) -> dict:
     """Measure which fraction of the gradient exchange runs during a backward pass; return a row.
 
-    Collective over `comm`. `settings` are passed to `Gradients`. The key hidden of the row is the
-    fraction of the exchange that runs during the backward pass: 1 - (step - backward) / exchange,
-    with the times of a step, of its backward pass and of the exchange alone, as the median over the
-    rounds. It is None if no message is sent before the backward pass ends.
+    Collective over `comm`. The gradients have `nbytes` bytes in `layers` layers of equal size. A
+    step (a backward pass with its exchange) is timed in each of `rounds` rounds. `settings` are
+    passed to `Gradients`.
+
+    The key ``hidden`` of the row is the fraction of the exchange that runs during the backward
+    pass: 1 - (step - backward) / exchange, in which the three words stand for the times of a step,
+    of its backward pass, and of the exchange alone. This fraction is computed for each round, and
+    ``hidden`` is the median of the fractions. ``hidden`` is None if no message is sent before the
+    backward pass ends.
     """
     each = max(1, nbytes // layers // 4)
     shapes = {f"layer{k}": np.empty(each, np.float32) for k in range(layers)}

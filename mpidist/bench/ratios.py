@@ -30,27 +30,30 @@ class Measured:
 
 
 def ratio(over: Measured, under: Measured) -> tuple[float, float, float]:
-    """Return the median over the rounds of time `over` divided by time `under`.
+    """Return the median, over the rounds, of the time of `over` divided by the time of `under`.
 
-    The second and third returned values are the ends of the 95 % interval of this median.
+    The second and the third returned value are the ends of the 95 % interval of this median.
     """
     values = over.seconds / under.seconds
     return (float(np.median(values)), *interval(values))
 
 
 def interval(values: np.ndarray, resamples: int = 1000) -> tuple[float, float]:
-    """Return the 95 % interval of the median of `values`, by bootstrap."""
+    """Return the ends (low, high) of the 95 % interval of the median of `values`, by bootstrap.
+
+    `resamples` is the number of random samples of `values` whose medians give the interval.
+    """
     drawn = np.random.default_rng(0).choice(values, (resamples, len(values)))
     low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
     return float(low), float(high)
 
 
 def against_best(mine: Measured, others: Mapping[str, Measured]) -> tuple[str, float]:
-    """Return the name of the fastest of `others`, and its time divided by `mine` (median).
+    """Return (the name of the fastest of `others`, its time divided by the time of `mine`).
 
-    The fastest candidate is chosen by the times in the even rounds, and compared with `mine` in the
-    odd rounds. If the choice and the comparison used the same rounds, the smallest of many noisy
-    medians would be too small by chance.
+    The fastest candidate is chosen by its times in the even rounds. The second value is the median
+    of the ratio in the odd rounds. If the choice and the ratio used the same rounds, the smallest
+    of many noisy medians would be too small by chance.
     """
     best = min(others, key=lambda name: float(np.median(others[name].seconds[::2])))
     rest = slice(1, None, 2) if len(mine.seconds) > 1 else slice(None)

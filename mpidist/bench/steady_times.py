@@ -28,7 +28,8 @@ def calls(nbytes: int) -> int:
 def measure(comm, nbytes: int, name: str, *, blocks: int = 3) -> float:
     """Return the seconds of an in-place allreduce of `nbytes` float32 bytes by algorithm `name`.
 
-    Collective over `comm`.
+    Collective over `comm`. The result is the median over `blocks` blocks of successive calls; the
+    time of a block is divided by the number of its calls.
     """
     call = plan(comm, np.zeros(nbytes // 4, np.float32), algorithm=name)
     times = []

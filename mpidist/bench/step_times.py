@@ -1,8 +1,9 @@
 """`mpidist bench step`: time a training step, and compare it with PyTorch's DDP over gloo.
 
-DDP is PyTorch's DistributedDataParallel. Two more candidates (ways to run a step) are timed, both
-in PyTorch. PyTorch with `md.attach` differs from DDP only in the exchange of gradients. PyTorch
-without any exchange shows the shortest time that a step in PyTorch could have.
+DDP is PyTorch's DistributedDataParallel. Besides mpidist and DDP, two more candidates (ways to run
+a step) are timed, both in PyTorch. PyTorch with `md.attach` differs from DDP only in the exchange
+of gradients. PyTorch without any exchange shows the shortest time that a step in PyTorch could
+have.
 
 All candidates have the same layers, initial weights and batches. All candidates use SGD with
 momentum, and one BLAS thread per rank. The candidates run blocks of steps one after the other, in
@@ -39,7 +40,9 @@ BLOCK = 10
 def measure(comm, name: str, *, rounds: int, torch: bool) -> dict:
     """Time a training step of the model `name`; return a row with times in microseconds.
 
-    Collective over `comm`.
+    Collective over `comm`. `name` is a key of `MODELS`. Each of `rounds` rounds times a block of
+    ten steps (`BLOCK`) for every way to run a step. If `torch` is true, steps in PyTorch are timed
+    beside the steps of mpidist.
     """
     make, shape, batch = MODELS[name]
     local = max(1, batch // comm.size)

@@ -18,7 +18,11 @@ _PUSH, _ANSWER = 1, 2
 
 
 class RawExchange:
-    """The messages of one step for `n` float32 parameters. Each call is collective over `comm`."""
+    """The messages of one step for `n` float32 parameters. Each call is collective over `comm`.
+
+    Calling the object sends and receives these messages. `workers` and `servers` are the ranks of
+    the workers and of the servers; a rank may be both.
+    """
 
     def __init__(self, comm: MPI.Comm, workers: Sequence[int], servers: Sequence[int], n: int):
         self.comm, self.workers, self.servers = comm, workers, servers

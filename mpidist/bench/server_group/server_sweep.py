@@ -50,10 +50,11 @@ def sweep_cases(
     servers: Sequence[int] | None,
     placements: Sequence[str],
 ) -> list[Case]:
-    """Return the cases that `size` ranks can run.
+    """Return the cases (numbers of workers and servers) that `size` ranks can run.
 
-    If `workers` (or `servers`) is None, the numbers 1, 2, 4 and so on are used. If `servers` is
-    None, there are as many colocated servers as workers.
+    `placements` has "dedicated" (a server is not a worker), "colocated" (a server is also a
+    worker), or both. If `workers` (or `servers`) is None, the numbers 1, 2, 4 and so on are used.
+    If `servers` is None, a colocated case has as many servers as workers.
 
     Raises
     ------
@@ -81,8 +82,9 @@ def sweep_cases(
 def measure(comm, nbytes: int, case: Case, *, rounds: int, compute: float) -> dict | None:
     """Measure one case (numbers of workers and servers). Collective over `comm`.
 
-    Returns the row of the case on rank 0, and None on other ranks. `compute` is the time in seconds
-    that one worker alone would need for the computation of a whole step of all workers.
+    Returns the row of the case on rank 0, and None on other ranks. The model has `nbytes` bytes,
+    and each of the four operations is timed `rounds` times. `compute` is the time in seconds that
+    one worker alone would need for the computation of a whole step of all workers.
     """
     part = comm.Split(0 if comm.rank < case.ranks else MPI.UNDEFINED)
     if part == MPI.COMM_NULL:
@@ -172,8 +174,8 @@ def _us(seconds: np.ndarray) -> float:
 def sweep_lines(rows: Sequence[dict], bound: float) -> list[str]:
     """Return lines of text: the best case for each size, and a warning about slow communication.
 
-    The warning counts the cases in which communication takes more than the fraction `bound` of a
-    step. `rows` are the results of `measure`.
+    `rows` are the results of `measure`. The warning counts the cases in which communication takes
+    more than the fraction `bound` of the time of a step.
     """
     lines = []
     for nbytes in dict.fromkeys(row["bytes"] for row in rows):

@@ -20,7 +20,8 @@ from ...servers.parameter_server import parameter_server
 def delays(workers: int, steps: int, unit: float, seed: int = 0) -> np.ndarray:
     """Return the seconds of each step of each worker, as an array of shape (workers, steps).
 
-    A step takes `unit` seconds, or five times as long with probability 1/4.
+    A step takes `unit` seconds, or five times as long with probability 1/4. `seed` is the seed of
+    the random numbers.
     """
     rng = np.random.default_rng(seed)
     return np.where(rng.random((workers, steps)) < 0.25, 5 * unit, unit)
@@ -30,6 +31,9 @@ def measure(
     comm, *, steps: int, unit: float, servers: int, staleness: int, seed: int
 ) -> list[dict]:
     """Return a row for each mode: its seconds, and its speed-up over BSP. Collective over `comm`.
+
+    Each worker makes `steps` steps, whose durations `delays` computes from `unit` and `seed`. The
+    last `servers` ranks are the servers, and `staleness` is the argument of SSP.
 
     A row has the keys mode, seconds, simulated (seconds in the simulation), speed_up, promised (the
     speed-up in the simulation) and share (speed_up divided by promised).
