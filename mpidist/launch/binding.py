@@ -51,7 +51,11 @@ def _machine() -> str:
 
 
 def blas_threads(environ: Mapping[str, str], cores: int) -> int:
-    """Return how many threads NumPy's BLAS starts: the number in a variable, or one per core."""
+    """Return how many threads NumPy's BLAS starts in this process, which may use `cores` cores.
+
+    The result is the number in an environment variable such as OMP_NUM_THREADS, and otherwise
+    `cores`.
+    """
     for name in _THREADS:
         first = environ.get(name, "").split(",")[0].strip()  # OMP_NUM_THREADS may be a list
         if first.isdigit() and int(first):
@@ -62,8 +66,8 @@ def blas_threads(environ: Mapping[str, str], cores: int) -> int:
 def warning(places: Sequence[RankPlace]) -> str | None:
     """Return a line about the worst problem with the ranks' cores, or None if there is no problem.
 
-    The returned line names the cure and one host that has the problem, and counts the other hosts.
-    `places` has the host and the cores of each rank.
+    The returned line names the cure and one host that has the problem, and says how many other
+    hosts have it. `places` has the host, the cores and the BLAS threads of each rank.
     """
     machines: dict[str, list[int]] = {}
     for rank, mine in enumerate(places):
@@ -131,7 +135,10 @@ def check_binding(comm, environ: Mapping[str, str]) -> bool:
 
 
 def whole_cores(cores: Sequence[int]) -> set[int]:
-    """Return the number of one hardware thread for each physical core, which may have two."""
+    """Return a set with the number of one hardware thread of each physical core in `cores`.
+
+    `cores` has numbers of hardware threads, of which a physical core may have two.
+    """
     found = set()
     for core in cores:
         there = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")

@@ -46,12 +46,16 @@ class ControlGroup(NamedTuple):
 
 
 def folders_up(folder: Path, top: Path) -> list[Path]:
-    """Return `folder` and its parents up to `top`."""
+    """Return a list of `folder` and its parents, up to and including `top`."""
     return [folder, *(one for one in folder.parents if top in (one, *one.parents))]
 
 
 def group_of(pid: int | str = "self", root: Path = Path("/")) -> ControlGroup | None:
-    """Return the memory control group of a process, or None if its files cannot be seen."""
+    """Return the memory control group of a process, or None if its files cannot be seen.
+
+    `pid` is the number of the process or "self". `root` is the folder that contains proc and sys;
+    only tests pass another one than ``/``.
+    """
     for line in text_or_empty(root / f"proc/{pid}/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -67,7 +71,11 @@ def group_of(pid: int | str = "self", root: Path = Path("/")) -> ControlGroup | 
 
 
 def peak_memory(pid: int | str = "self", root: Path = Path("/")) -> int:
-    """Return the largest number of bytes of memory that a process has held; 0 if unknown."""
+    """Return the largest number of bytes of memory that a process has held; 0 if unknown.
+
+    `pid` is the number of the process or "self". `root` is the folder that contains proc; only
+    tests pass another one than ``/``.
+    """
     text = text_or_empty(root / f"proc/{pid}/status")
     found = re.search(r"^VmHWM:\s+(\d+) kB", text, re.MULTILINE)
     return int(found[1]) * 1024 if found else 0

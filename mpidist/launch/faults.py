@@ -180,7 +180,11 @@ class Injector:
 
 
 def act(fault: Fault, where: str, about: Mapping) -> None:
-    """Inject one fault. The function returns only if the process continues after the fault."""
+    """Inject one fault. The function returns only if the process continues after the fault.
+
+    `where` is the point as text, for the line that this function writes to stderr.
+    ``about["file"]`` is the file that the actions ``flip`` and ``truncate`` damage.
+    """
     os.write(2, f"mpidist: fault: {fault.action} at {where}\n".encode())
     match fault.action:
         case "kill":

@@ -37,10 +37,11 @@ def remove_stale_copies(memory: Path) -> None:
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Return the bytes that this process may still allocate, or None if they are unknown.
+    """Return how many bytes this process may still allocate, or None if the number is unknown.
 
-    The result is the node's available memory, or the unused memory of the process's control groups
-    if that is less.
+    The result is the available memory of the node, or the unused memory of the process's control
+    groups (groups of processes with a memory limit) if that is less. `root` is the folder that
+    contains proc and sys; only tests pass another one than ``/``.
     """
     facts = [line.split() for line in text_or_empty(root / "proc/meminfo").splitlines()]
     limits = [int(words[1]) * 1024 for words in facts if words[:1] == ["MemAvailable:"]]

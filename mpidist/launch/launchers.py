@@ -98,7 +98,10 @@ def command_words(option: str, text: str) -> list[str]:
 
 
 def crowding(kind: str, major: int) -> list[str]:
-    """Return the options with which a launcher starts more ranks than cores."""
+    """Return the options with which a launcher starts more ranks than cores.
+
+    `kind` and `major` are the result of `launcher_kind` for this launcher.
+    """
     if kind != "openmpi":
         return [word for item in MPICH_YIELDS.items() for word in ("-genv", *item)]
     words = ["--map-by", ":oversubscribe"] if major >= 5 else ["--oversubscribe"]
@@ -134,6 +137,7 @@ def start(
 
     The result is the running job: ``job.finish(timeout)`` waits for its end, ``job.output()``
     returns its output so far, and ``job.process.send_signal(...)`` sends a signal to the launcher.
+    The docstring of `launch` explains the parameters.
     """
     command = [*launcher_command(n, mpi=mpi), *args]
     # All ranks are on this host, where Open MPI's component "ofi" only sleeps for a second in

@@ -69,7 +69,10 @@ def state_and_birth(pid: int) -> tuple[str, int]:
 
 
 def mpi_segments(pids: Iterable, prefixes: str | tuple[str, ...] = SEGMENTS) -> set[Path]:
-    """Return the files in /dev/shm that the MPI library of these processes has mapped."""
+    """Return the files in /dev/shm that the MPI library of these processes has mapped.
+
+    `pids` are the numbers of the processes; the names of MPI's files begin with `prefixes`.
+    """
     found = set()
     for pid in pids:
         with suppress(OSError):

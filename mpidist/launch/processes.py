@@ -71,12 +71,13 @@ class Started:
     cwd : path, optional
         The working directory of the command.
     sweep : bool
-        Mark all descendants. When the command has ended, kill all descendants that still run.
+        Whether to kill, when the command has ended, all its descendants that still run. To find
+        them, they are marked by an environment variable.
         `sweep` must be false for ``sbatch``, because its jobs inherit its environment and continue
         after ``sbatch`` has ended.
     session : bool
-        Call `remove_session` with the pid of the command. `session` must be false in a private
-        process namespace, where a running launcher may have the same pid.
+        Whether to call `remove_session` with the pid of the command. `session` must be false in a
+        private process namespace, where a running launcher may have the same pid.
     """
 
     def __init__(
@@ -199,7 +200,11 @@ def kill_all() -> None:
 
 
 def run(args, *, env=None, cwd=None, timeout: float = 60) -> Finished:
-    """Run a command to its end or its deadline, and then end all its processes."""
+    """Run a command to its end or its deadline, and then end all its processes.
+
+    `args` is the command line, and `timeout` the number of seconds until the deadline. The
+    docstring of `Started` explains `env` and `cwd`.
+    """
     return Started(args, env=env, cwd=cwd).finish(timeout)
 
 

@@ -34,7 +34,11 @@ def startup_line(comm, topology, environ: Mapping[str, str], *more: str) -> str:
 
 
 def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """Return how many GPUs this process may use, without initialising a GPU."""
+    """Return how many GPUs this process may use, without initialising a GPU.
+
+    The number is taken from an environment variable such as CUDA_VISIBLE_DEVICES, and otherwise
+    from the device files in the folder `devices`.
+    """
     for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if variable in environ:
             return sum(name.strip() not in ("", "-1") for name in environ[variable].split(","))
@@ -51,10 +55,12 @@ def describe_gpus(per_host: Sequence[int]) -> str:
 
 
 def transport(environ: Mapping[str, str], library: str, single_host: bool) -> str:
-    """Return the transport of messages, as far as environment variables determine it.
+    """Return how messages travel, such as "shared memory", as far as environment variables tell.
 
-    MPI has no function that returns the transport. The transport is therefore known only if a
-    variable selects it, or if all ranks run on one host.
+    `library` is the text of ``MPI.Get_library_version()``, and `single_host` says whether all ranks
+    run on one host. MPI has no function that returns the transport. The transport is therefore
+    known only if a variable selects it, or if all ranks run on one host. Otherwise the result says
+    that MPI chooses it.
     """
     shared = "shared memory"
     ucx, fabric = environ.get("UCX_TLS"), environ.get("FI_PROVIDER")
