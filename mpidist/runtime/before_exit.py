@@ -32,7 +32,7 @@ def unlink_segments(prefixes: str | tuple[str, ...] = SEGMENTS) -> None:
 
     A process calls this function when it may soon be killed, because MPICH leaves megabytes in
     /dev/shm when a job is aborted. A process that has mapped such a file into its memory can go on
-    using it without the name.
+    using it without the name. The names of these files begin with `prefixes`.
     """
     for path in mpi_segments(["self"], prefixes):
         with contextlib.suppress(OSError):
@@ -40,7 +40,10 @@ def unlink_segments(prefixes: str | tuple[str, ...] = SEGMENTS) -> None:
 
 
 def wait_for_the_reader(seconds: float = READ_BY) -> bool:
-    """Wait until the launcher has read the output of this process; return whether it has."""
+    """Wait until the launcher has read the output of this process; return whether it has.
+
+    The function waits at most `seconds` seconds.
+    """
     deadline = time.monotonic() + seconds
     while (unread := any(map(_unread, (1, 2)))) and time.monotonic() < deadline:
         time.sleep(0.01)

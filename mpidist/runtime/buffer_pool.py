@@ -48,7 +48,10 @@ class BufferPool:
         self._told = False
 
     def take(self, count: int, dtype, like=None) -> np.ndarray:
-        """Return an uninitialised 1-D host array, in pinned memory if `like` is a device array."""
+        """Return an uninitialised 1-D host array of `count` elements, from the pool if possible.
+
+        The array is in pinned memory if `like` is a device array.
+        """
         dtype = np.dtype(dtype)
         nbytes = count * dtype.itemsize
         key = is_device(like), rounded(nbytes)

@@ -238,8 +238,9 @@ def _entry() -> str:
 def public_call(frame: types.FrameType | None) -> str:
     """Return a text on what a thread does, such as ``, in md.allreduce (train.py:31)``, or "".
 
-    If public functions call each other, the text names the innermost function. In a training run,
-    this is the exchange that waits, and not ``md.train``.
+    `frame` is the innermost Python frame of the thread. If public functions call each other, the
+    text names the innermost of these functions. In a training run, the text therefore names the
+    exchange that waits, and not ``md.train``.
     """
     name = ""
     while frame is not None and frame.f_code.co_filename.startswith(_INNER):

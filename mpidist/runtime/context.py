@@ -108,7 +108,7 @@ class Context:
     def count(self, counters: events.Counters, reader=None, *, numbers=False) -> events.Runs:
         """Return a new counter of an operation's runs; the property `counters` includes it.
 
-        `counters` are the counts of one run; `events.Runs` explains `reader` and `numbers`.
+        The argument `counters` has the counts of one run; `events.Runs` explains the other two.
         """
         runs = events.Runs(counters, reader, numbers)
         self.runs.append(runs)
@@ -191,12 +191,11 @@ class Context:
             raise wrong_thread(kind, self)
 
     def begin_agreed(self, signature: Signature, what: str) -> None:
-        """Begin the preparation `what` of an operation, and prove that all ranks begin it.
-        Collective.
+        """Begin the preparation `what`, and prove that all ranks begin it. Collective.
 
-        The preparation, such as "first call", has an operation number of its own. If another rank
-        already has a plan (the prepared operation) and skips the preparation, the ranks have
-        different operations with the same number, and they notice the difference.
+        The preparation of an operation, such as "first call", has an operation number of its own.
+        If another rank already has a plan (the prepared operation) and skips the preparation, the
+        ranks have different operations with the same number, and they notice the difference.
         """
         signature = signature._replace(extra=", ".join(filter(None, (what, signature.extra))))
         self.begin(signature)
@@ -348,7 +347,10 @@ class Context:
         self.plans.pop(key).close()
 
     def end(self, text: str) -> list:
-        """End this context without messages after a death; return the objects with its buffers."""
+        """End this context after a death, without messages. Later calls raise an error with `text`.
+
+        Returns the objects that own the context's buffers, which MPI may still use.
+        """
         self.ended = text
         open_contexts.remove(self)
         self.give_up(self.failed or text)
@@ -359,10 +361,8 @@ class Context:
     def close(self) -> None:
         """Wait for the other ranks, then free mpidist's state for the communicator.
 
-        Collective; a second call does nothing.
-
-        Nonblocking operations are finished first. If a rank leaves while other ranks still wait for
-        it, all of them raise MismatchError.
+        Collective; a second call does nothing. Nonblocking operations are finished first. If a rank
+        leaves while other ranks still wait for it, all of them raise MismatchError.
         """
         if self.closed:
             return

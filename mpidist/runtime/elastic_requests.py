@@ -16,7 +16,10 @@ from .polling import wait_until
 
 
 def wait_for(requests: Sequence[MPI.Request], *memory: np.ndarray) -> None:
-    """Wait for requests that use the arrays `memory`. Raises RankFailure if a rank has died."""
+    """Wait for requests that use the arrays `memory`. Raises RankFailure if a rank has died.
+
+    After such an error, `memory` is kept until the process ends, because MPI may still use it.
+    """
     try:
         for request in requests:
             wait_until(tester(request))

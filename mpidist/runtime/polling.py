@@ -103,12 +103,13 @@ def wait_until(
 
 
 class ElasticWait:
-    """In an elastic program, what a wait must do that has its own loop instead of `wait_until`.
+    """Helps a wait in an elastic program that has a loop of its own instead of `wait_until`.
 
     An elastic program goes on after a rank has died. A wait that lasts longer than a millisecond
     must therefore notice when a rank has died, and must show the other ranks of the node that this
-    rank waits. A server that answers requests while it waits still counts as waiting. So the other
-    ranks do not take the server for a late rank, and do not remove it.
+    rank waits: its loop calls `look` again and again, and `end` after the wait. A server that
+    answers requests while it waits still counts as waiting. So the other ranks do not take the
+    server for a late rank, and do not remove it.
     """
 
     _EVERY = 0.001  # seconds between two calls of `look`

@@ -58,8 +58,9 @@ class Polled:
     ) -> tuple[bool, bool, int]:
         """Make sure that all ranks are in the same call of `run_on_all`.
 
-        Returns whether a rank failed, whether `packed` (the pickled result) differs between ranks,
-        and the largest `number` of all ranks.
+        `doing` is the name of the work for error texts. `cause` is the exception with which this
+        rank has failed, or None. Returns whether a rank failed, whether `packed` (this rank's
+        pickled result) differs between ranks, and the largest `number` of all ranks.
         """
         try:
             signature = self._begun(doing, cause)
@@ -84,7 +85,9 @@ class Polled:
         """Gather messages of `frame` bytes on rank 0, and return rank 0's answer on all ranks.
 
         All ranks are known to be in the same call of `run_on_all`, so they skip the check that
-        `begin` makes. Returns None if `packed` of any rank is longer than `frame` bytes.
+        `begin` makes. Each message has `packed`, the pickled result of a rank. ``answer(packed of
+        all ranks)`` returns rank 0's answer. Returns None if `packed` of any rank is longer than
+        `frame` bytes.
         """
         try:
             key = self._begun(doing, cause).key.to_bytes(8, "little")
@@ -179,8 +182,9 @@ class Private:
     ) -> tuple[bool, bool, int]:
         """Send all ranks' results to all ranks, by the caller's function `exchange`.
 
-        Returns whether a rank failed, whether `packed` (the pickled result) differs between ranks,
-        and the largest `number` of all ranks.
+        `doing` is the name of the work for error texts. `cause` is the exception with which this
+        rank has failed, or None. Returns whether a rank failed, whether `packed` (this rank's
+        pickled result) differs between ranks, and the largest `number` of all ranks.
         """
         try:
             told = self.exchange([cause is not None, _text(packed), number])
