@@ -52,9 +52,9 @@ def brief(value, longest: int = 60) -> str:
 
 
 def expect(good: bool, name: str, value, wanted: str) -> None:
-    """Raise ConfigError unless `good`. The error says: this argument, this value, what is `wanted`.
+    """Raise ConfigError unless `good`. The error shows `name=value` and what is `wanted` instead.
 
-    `name` and `value` are those of the argument.
+    `name` and `value` are the name and the value of the checked argument.
     """
     if not good:
         raise ConfigError(f"{name}={brief(value)}: expected {wanted}")
@@ -104,7 +104,10 @@ def last_step(
 
 
 def check_whole(**values: int | None) -> None:
-    """Raise ConfigError unless a value is None or a whole number of 1 or more."""
+    """Raise ConfigError unless each argument is None or a whole number of 1 or more.
+
+    The arguments are passed by name, and the error names the wrong one.
+    """
     for name, value in values.items():
         number = isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
         expect(value is None or number, name, value, "a whole number of 1 or more, or None")
@@ -167,7 +170,10 @@ def check_microbatches(microbatches: int | None, global_batch: int, strategy) ->
 
 
 def check_replicated(strategy, **settings: int | None) -> None:
-    """Raise ConfigError if any of `settings` is given although `strategy` is not `AllReduce`."""
+    """Raise ConfigError if any of `settings` is given although `strategy` is not `AllReduce`.
+
+    A setting is given if it is not None; it must then be a whole number of 1 or more.
+    """
     check_whole(**settings)
     for name, value in settings.items():
         if value is not None and not getattr(strategy, "has_replicas", False):

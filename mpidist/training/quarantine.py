@@ -143,7 +143,11 @@ class Quarantine:
         return {"bad": bad, "skipped": self.skipped}
 
     def restore(self, bad: Sequence, skipped: int, retry: bool) -> None:
-        """Set the list of bad records to `bad` from a checkpoint; with `retry`, empty the list."""
+        """Set the list of bad records to `bad` from a checkpoint; with `retry`, empty the list.
+
+        `bad` has pairs (number of the record, reason), and `skipped` is the number of samples that
+        the run had skipped so far.
+        """
         self.skipped = int(skipped)
         self.known.clear()
         self._learn({} if retry else {int(index): str(reason) for index, reason in bad})
@@ -155,7 +159,7 @@ class Quarantine:
     def error(self, saved: str) -> TooManyBadRecords:
         """Return the error that ends a run with too many bad records.
 
-        `saved` is a text for the error that says what was saved.
+        `saved` is a text that says what was saved; the error text contains it.
         """
         records = tuple(sorted(self.known.items()))
         first = "; ".join(f"record {index}: {reason}" for index, reason in records[:3])

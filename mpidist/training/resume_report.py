@@ -70,7 +70,11 @@ def _whole(words: Mapping[str, str], name: str) -> str:
 
 
 def checkpoints_there(resume: bool | str, path: str, last: int) -> ConfigError:
-    """Return the error for a run that must begin anew, but finds checkpoints up to step `last`."""
+    """Return the error for a run that must begin anew, but finds checkpoints up to step `last`.
+
+    `resume` is the argument of `md.train` (False or "fresh"), and `path` is the folder of the
+    checkpoints.
+    """
     given = "resume='fresh' (--fresh)" if resume else "resume=False (--no-resume)"
     cure = "resume='fresh' (--fresh) ignores them, or choose another folder"
     if resume:

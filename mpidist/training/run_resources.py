@@ -20,10 +20,11 @@ from ..runtime.ulfm import is_death
 
 
 def watched(comm, seconds: float):
-    """Return a context manager that ends this run if it hangs. Collective over `comm`.
+    """Return a context manager that ends this job if it hangs. Collective over `comm`.
 
-    A watch needs a folder that all hosts share. If there is no such folder, the run continues
-    without a watch, and prints a note.
+    The job hangs if it makes no progress for `seconds` seconds, see `md.watch`. A watch needs a
+    folder that all hosts share. If there is no such folder, the run continues without a watch, and
+    prints a note.
     """
     try:
         return watch(comm, seconds)
@@ -43,7 +44,8 @@ def open_store(comm, checkpoint, fresh: bool | str, memory: Path | None):
 
     In its ``with`` block, the value is the store, or None if the run saves no checkpoints.
 
-    `checkpoint` is the argument of `md.train`. A store that the caller has opened stays open.
+    `checkpoint` is the argument of `md.train`. A store that the caller has opened stays open. With
+    `fresh`, the store ignores the checkpoints of earlier runs (see `Carried.fresh`).
     `memory` is the folder for copies of the state in the memory of the nodes, or None.
     """
     if checkpoint is None or hasattr(checkpoint, "restore"):
@@ -71,7 +73,8 @@ def open_store(comm, checkpoint, fresh: bool | str, memory: Path | None):
 def abandon_on_error(exchange):
     """Context manager: if an exception ends the run on this rank, send it to the other ranks.
 
-    Nothing is sent if all ranks raise the same exception together, or if a rank has died.
+    `exchange` is the object that combines the ranks' gradients, which sends the exception. Nothing
+    is sent if all ranks raise the same exception together, or if a rank has died.
     """
     try:
         yield

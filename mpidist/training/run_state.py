@@ -154,7 +154,7 @@ class Progress:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self, saving: bool = True) -> dict:
-        """Return what a checkpoint saves; arrays are not copied. A restore writes into them."""
+        """Return what a checkpoint saves, without copies of arrays: a restore writes into them."""
         state = {**self.exchange.state(saving)}
         if self.exchange.dedicated:
             return state
@@ -205,10 +205,10 @@ class Progress:
     def checkpoint(self, pace: SaveInterval | None = None) -> None:
         """Save a checkpoint of this step, unless it is already saved. Collective over the workers.
 
-        With parameter servers, this method also makes the servers save their arrays. `pace` is the
-        plan of the periodic saves, if this is one of them; then a run with allreduce saves in the
-        background. Without `pace`, the state is on stable storage when this method returns, or
-        saving has failed and `saved_step` is None.
+        With parameter servers, this method also makes the servers save their arrays. For a periodic
+        save, `pace` is the plan of these saves; a run with allreduce then saves in the background.
+        Without `pace`, the state is on stable storage when this method returns, or saving has
+        failed and `saved_step` is None.
         """
         if self.store is None:
             return

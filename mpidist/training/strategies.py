@@ -43,8 +43,8 @@ class AllReduce:
     overlap : bool
         Whether gradients are exchanged between nodes while the backward pass still runs.
     progress : "hooks" or "thread"
-        How exchanges that have begun make progress: in each call of ``ready`` by the model
-        ("hooks"), or in a thread ("thread").
+        How exchanges that have begun make progress: in each call of ``ready``, by which the model
+        says that a gradient is final ("hooks"), or in a thread ("thread").
     accumulate : int
         The number of parts into which a rank cuts its batch, to save memory. A rank adds up the
         gradients of all parts and then exchanges the sum once.

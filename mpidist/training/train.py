@@ -201,9 +201,10 @@ def train(
 def pass_over(run: Progress, exchange, sampler) -> int:
     """Skip steps that the other workers have done without this worker; return how many.
 
-    Workers skip steps only under `BackupWorkers`. All workers stop after the same step, and no
-    worker goes beyond it. So if the other workers have stopped at the step to which this worker has
-    skipped, this worker stops, too.
+    Workers skip steps only under `BackupWorkers`, a mode that does not wait for the slowest
+    workers. `run` is the state of this worker's run, `exchange` combines the gradients, and
+    `sampler` divides the records into batches. All workers stop after the same step. So if the
+    others have stopped at the step to which this worker has skipped, this worker stops, too.
     """
     steps = exchange.passed_over() if hasattr(exchange, "passed_over") else 0
     for _ in range(steps):

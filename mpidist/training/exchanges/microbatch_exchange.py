@@ -93,7 +93,10 @@ class PieceReplicas(Replicas):
         return BlockPartition(count, self.pieces).bounds()[mine.start : mine.stop + 1]
 
     def part(self, count: int, step: int = 0) -> tuple[int, int]:
-        """Return (start, stop) of this rank's samples in a global batch of `count` samples."""
+        """Return (start, stop) of this rank's samples in a global batch of `count` samples.
+
+        The result is the same for every `step`.
+        """
         bounds = self._bounds(count)
         return bounds[0], bounds[-1]
 
@@ -257,7 +260,7 @@ def together(model, most: int) -> int:
 def equal_runs(bounds: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
     """Group neighbouring microbatches of equal size, for one call of the model for each group.
 
-    Yields (samples per microbatch, number of microbatches). A group has at most `most` of them.
+    Yields (samples per microbatch, number of microbatches); the second number is at most `most`.
     `bounds` has the first sample of each microbatch, and the end of the last one.
     """
     sizes = (stop - start for start, stop in itertools.pairwise(bounds))

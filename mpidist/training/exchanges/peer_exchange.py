@@ -100,7 +100,10 @@ class Peers(WholeModel):
     # -- a step ------------------------------------------------------------------------
 
     def part(self, count: int, step: int = 0) -> tuple[int, int]:
-        """Return (start, stop) of this rank's samples in a global batch of `count` samples."""
+        """Return (start, stop) of this rank's samples in a global batch of `count` samples.
+
+        The result is the same for every `step`.
+        """
         return BlockPartition(count, self.comm.size).range(self.comm.rank)
 
     def compute(self, feed, indices) -> tuple[float, int]:

@@ -106,7 +106,10 @@ class Stages:
     # -- a step ------------------------------------------------------------------------
 
     def part(self, count: int, step: int = 0) -> slice | np.ndarray:
-        """Return the indices of this rank's samples in a global batch of `count` samples."""
+        """Return the indices of this rank's samples in a global batch of `count` samples.
+
+        The result is the same for every `step`.
+        """
         reads = self.stage.reads_inputs or self.stage.reads_labels
         return self.stage.rows(count) if reads else slice(0, 0)
 

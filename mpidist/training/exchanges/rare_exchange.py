@@ -86,12 +86,12 @@ class RareExchange:
                 self._optimizer.update(scaled, self._state, self._parameters)
 
     def flush(self) -> None:
-        """Push the remaining gradients, and pull; then count steps from 0 again.
+        """Push the remaining gradients to the servers, and pull; then count steps from 0 again.
 
-        The servers count the finished steps of a worker (its clock), and accept one push of a
-        worker per step. The last step is already finished, so this push uses the clock of the next
-        step. The next step does not push: gradients remain only if `push_every` is at least 2, and
-        then the first counted step does not push.
+        To push is to send gradients, and to pull is to fetch parameters. The servers accept one
+        push of a worker per step. The last step is already finished, so this push counts for the
+        next step. The next step itself never pushes: gradients remain only if `push_every` is at
+        least 2, and the first step after a flush then does not push.
         """
         if self._samples:
             self._push()

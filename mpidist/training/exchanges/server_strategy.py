@@ -41,7 +41,7 @@ class ParameterServer:
         What happens to a push with a NaN or an infinity, see `ServerGroup.add`.
     stale : KeepStale, DropStale, ScaleStale, DelayCompensated or MomentumCorrected
         What servers do with old gradients under ASP, SSP and DSSP. A mapping with ``name`` and the
-        settings of that policy is also allowed: ``{"name": "drop", "beyond": 16}`` drops gradients
+        settings of one of these is also allowed: ``{"name": "drop", "beyond": 16}`` drops gradients
         that are more than 16 updates old.
     replicas : 0 or 1
         With 1, each server also keeps a copy of another server's part of the model, so that an
@@ -59,7 +59,7 @@ class ParameterServer:
     rebalance : "auto", int, Rebalance, or mapping, optional
         After each `rebalance` steps ("auto": 100), the run measures how busy the servers are, and
         gives slow servers smaller parts of the model; see `ServerGroup.rebalance`. By default, the
-        parts do not change.
+        parts of the servers do not change.
     server_device : "cpu" or "gpu"
         Whether servers update the model on their CPU or GPU, see `ServerGroup.add`.
     checksums : bool

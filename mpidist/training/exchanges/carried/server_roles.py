@@ -49,7 +49,7 @@ class ServerRoles:
         return self._asked is not None
 
     def balance(self, hosts: Sequence[str]) -> None:
-        """Choose how large a part of the model each server has. `hosts` has each rank's host.
+        """Choose how large a part of the model each server has; `hosts` has the host of each rank.
 
         The sizes depend on `hosts` only with servers="auto".
         """
@@ -62,7 +62,7 @@ class ServerRoles:
         return self._asked
 
     def choose(self, ranks: Sequence[int]) -> None:
-        """Choose the servers among the living `ranks`; if none is left, the last rank becomes one.
+        """Choose the servers among the living `ranks`; without a living server, take the last rank.
 
         Raises RankFailure if no worker is left.
         """

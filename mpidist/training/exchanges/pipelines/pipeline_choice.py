@@ -112,10 +112,12 @@ def chunk_seconds(grid: PipelineGrid, times: Sequence[Mapping]) -> list[float | 
 
 
 def simulated_bubble(grid: PipelineGrid, times: Sequence[Mapping], steps: int) -> float | None:
-    """Simulate a pipeline with the measured times of its ranks; return their idle fraction.
+    """Simulate a pipeline with the measured times; return in which fraction of time ranks are idle.
 
-    Returns None if nothing was computed, or if the simulation would take seconds. With "pipedream",
-    several of the `steps` are simulated, because the pipeline is not emptied between steps.
+    `grid` says which rank computes which layers, and `times` has the result of `Stage.mean_times`
+    for each rank. Returns None if nothing was computed, or if the simulation would take seconds.
+    With "pipedream", several of the `steps` are simulated, because the pipeline is not emptied
+    between steps.
     """
     lists = [grid.actions(rank) for rank in range(grid.ranks)]
     if grid.in_rounds and grid.flush is None:
