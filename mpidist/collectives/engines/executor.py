@@ -132,7 +132,10 @@ class Program(Engine):
         self.counters = _count(steps, dtype.itemsize)
 
     def run(self, work, key, number: int = 0, divisor=None) -> None:
-        """Run the list of steps on `work`, in place, and wait for its end. Collective."""
+        """Run the steps on `work`, in place, and wait for their end. Collective.
+
+        The docstring of `Engine.run` explains the parameters.
+        """
         context = self.context
         hear_first(context)
         run = Run(self, work, context.tag(number), heading(context, key))

@@ -99,7 +99,10 @@ class Hierarchical(Engine):
         self.counters = total_of(first, second, self.program)
 
     def run(self, work: np.ndarray, key, number: int = 0, divisor=None) -> None:
-        """Reduce the 1-D vector `work` in place. Collective."""
+        """Reduce the 1-D vector `work` in place. Collective.
+
+        The docstring of `Engine.run` explains the other parameters.
+        """
         self.second.prepare(work)
         self.first.run(work, key)
         if self.program is not None:

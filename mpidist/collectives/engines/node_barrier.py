@@ -292,7 +292,11 @@ class SharedProgram(NodeProgram):
         self.counters = Counters(shared_bytes=shared * size, bytes_reduced=added * size)
 
     def run(self, work, key, number: int = 0, divisor=None) -> None:
-        """Run all steps on the vectors in `memory`. Collective over the node."""
+        """Run all steps on the vectors in `memory`. Collective over the node.
+
+        `work` and `number` are not used. `key` is a number that identifies the operation; in the
+        second half of an allreduce it is None. A mean is divided by `divisor`.
+        """
         gate = self.gate
         if key is not None:
             gate.announce(key)

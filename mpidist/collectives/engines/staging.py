@@ -139,7 +139,11 @@ class StagedProgram(NodeProgram):
         return _Block(matrix, slice(low - first, high - first), length, inbox, outbox)
 
     def run(self, work, key, number: int = 0, divisor=None) -> None:
-        """Run all steps on the 1-D vector `work`. Collective over the node."""
+        """Run all steps on the 1-D vector `work`. Collective over the node.
+
+        `key` is a number that identifies the operation; in the second half of an allreduce it is
+        None. `number` is not used. A mean is divided by `divisor`.
+        """
         if key is not None:
             self.gate.announce(key)
         if self.rounds:

@@ -69,9 +69,11 @@ def run(
 ) -> tuple[list[list], Sums]:
     """Run all ranks' steps on symbolic vectors; return the memory of all ranks, and the sums.
 
-    In this simulation a send does not block, and a receive waits for its message. The simulation
-    runs the steps of each rank strictly in order. If this function returns, a real run of the
-    schedule cannot deadlock, because in a real run no step has to wait for more steps than here.
+    `programs` has the steps of each rank, and `vectors` the vector with which each rank begins. In
+    this simulation a send does not block, and a receive waits for its message. The simulation runs
+    the steps of each rank strictly in order. If this function returns, a real run of the schedule
+    (the lists of steps) cannot deadlock, because in a real run no step has to wait for more steps
+    than here.
     """
     n = max((len(v) for v in vectors), default=0)
     memory = [
@@ -153,7 +155,11 @@ def _check_sums(sums: Sums, size: int, values: Iterable[Value], where: str) -> N
 
 
 def check_reduce_scatter(build: Callable, size: int, counts: Sequence[int], **kwargs) -> None:
-    """Check that each rank r gets the sum of block r over all ranks."""
+    """Check that each rank r gets the sum of block r over all ranks.
+
+    ``build(size, rank, counts)`` returns the steps of one rank in the algorithm to check; `counts`
+    are the lengths of the blocks.
+    """
     bounds = bounds_of(counts)
     start = [[r] * bounds[-1] for r in range(size)]
     memory, sums = run(programs(build, size, counts, **kwargs), start)
@@ -163,7 +169,10 @@ def check_reduce_scatter(build: Callable, size: int, counts: Sequence[int], **kw
 
 
 def check_reduce(build: Callable, size: int, n: int, root: int) -> None:
-    """Check that the root gets the sum of all ranks' vectors."""
+    """Check that the root gets the sum of all ranks' vectors, which have `n` elements.
+
+    ``build(size, rank, n, root=root)`` returns the steps of one rank in the algorithm to check.
+    """
     start = [[rank] * n for rank in range(size)]
     memory, sums = run(programs(build, size, n, root=root), start)
     _check_sums(sums, size, memory[root][:n], f"root {root}")
@@ -172,7 +181,11 @@ def check_reduce(build: Callable, size: int, n: int, root: int) -> None:
 def check_allgather(
     build: Callable, size: int, counts: Sequence[int], receivers: Sequence[int] = (), **kwargs
 ) -> None:
-    """Check that all `receivers` (by default all ranks) get the block of every rank."""
+    """Check that all `receivers` (by default all ranks) get the block of every rank.
+
+    ``build(size, rank, counts)`` returns the steps of one rank in the algorithm to check; `counts`
+    are the lengths of the blocks.
+    """
     owner = [r for r in range(size) for _ in range(counts[r])]
     start = [[r if r == rank else None for r in owner] for rank in range(size)]
     memory, _ = run(programs(build, size, counts, **kwargs), start)
@@ -182,12 +195,19 @@ def check_allgather(
 
 
 def check_gather(build: Callable, size: int, counts: Sequence[int], root: int) -> None:
-    """Check that the root gets the block of every rank."""
+    """Check that the root gets the block of every rank.
+
+    ``build(size, rank, counts, root=root)`` returns the steps of one rank in the algorithm to
+    check; `counts` are the lengths of the blocks.
+    """
     check_allgather(build, size, counts, [root], root=root)
 
 
 def check_broadcast(build: Callable, size: int, n: int, root: int) -> None:
-    """Check that every rank gets the root's vector."""
+    """Check that every rank gets the root's vector, which has `n` elements.
+
+    ``build(size, rank, n, root=root)`` returns the steps of one rank in the algorithm to check.
+    """
     start = [[root if r == root else None] * n for r in range(size)]
     memory, _ = run(programs(build, size, n, root=root), start)
     for rank in range(size):
@@ -196,7 +216,11 @@ def check_broadcast(build: Callable, size: int, n: int, root: int) -> None:
 
 
 def check_scatter(build: Callable, size: int, counts: Sequence[int], root: int) -> None:
-    """Check that every rank gets its block of the root's vector."""
+    """Check that every rank gets its block of the root's vector.
+
+    ``build(size, rank, counts, root=root)`` returns the steps of one rank in the algorithm to
+    check; `counts` are the lengths of the blocks.
+    """
     bounds = bounds_of(counts)
     whole: list[Value] = list(range(bounds[-1]))
     start = [whole[:] if r == root else [None] * bounds[-1] for r in range(size)]
@@ -271,7 +295,11 @@ def _check_interval(k: int, touched: list[tuple[int, int, int, bool, Step]]) -> 
 def run_node(
     programs: Sequence[list[Step]], vectors: Sequence[Sequence[Value]], shared: Sequence[Value]
 ) -> tuple[list[list], list, Sums]:
-    """Run the steps of one node's ranks; return their vectors, shared memory and sums."""
+    """Run the steps of one node's ranks; return their vectors, shared memory and sums.
+
+    `programs` has the steps of each rank, `vectors` the symbolic values with which each rank's
+    vector begins, and `shared` those of the memory that the ranks share.
+    """
     n = len(vectors[0])
     private, common, sums = [list(v) for v in vectors], list(shared), Sums()
     cut_up = [intervals(steps) for steps in programs]
