@@ -123,7 +123,10 @@ class Carried:
         return True
 
     def restore(self, run: Progress, resume: bool | str, retry_bad: bool, handed: str) -> None:
-        """Restore `run` from the newest checkpoint, as `Progress.resume` does. Collective."""
+        """Restore `run` from the newest checkpoint, as `Progress.resume` does. Collective.
+
+        `Progress.resume` also explains the other parameters.
+        """
         run.resume(resume, retry_bad, handed)
 
     def interval_from(self, step: int) -> int:
@@ -142,7 +145,11 @@ class Carried:
             exchange.price = self._facts["price"]
 
     def hold(self, run: Progress, guard: Guard, callbacks) -> None:
-        """From now on, keep the state of `run` if a rank dies. Called before the first step."""
+        """From now on, keep the state of `run` if a rank dies. Called before the first step.
+
+        `guard` is the run's `md.guard`. If this rank has received a state that is newer than its
+        own after a death, the `callbacks` get the report of the step that this rank has missed.
+        """
         group = self.group
         if group is None:
             return
@@ -278,7 +285,9 @@ def train_elastic(
 ) -> Summary:
     """Call ``train(comm, carried)``, and call it again after each death. Collective over `comm`.
 
-    ``carry(name, ranks)`` makes the `Carried` of a run with this name and this number of ranks.
+    `settings` are those of the elastic run. ``carry(name, ranks)`` makes the `Carried` of a run
+    with this name and this number of ranks: the object that keeps the state of the run when a rank
+    dies.
     """
     check = partial(check_possible, comm, settings.min_ranks, settings.spares)
     same_on_all(comm, "md.train: elastic", check)

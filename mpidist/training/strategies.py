@@ -80,8 +80,8 @@ class AllReduce:
     ):  # fmt: skip
         """Return the object that exchanges the gradients in one run. Collective over `comm`.
 
-        If `optimizer_state` is given, all ranks already hold equal parameters and equal states of
-        the optimizer, and continue with them.
+        `microbatches` is the argument of `md.train`. If `optimizer_state` is given, all ranks
+        already hold equal parameters and equal states of the optimizer, and continue with them.
         """
         from .exchanges.allreduce_exchange import Replicas
         from .exchanges.microbatch_exchange import PieceReplicas

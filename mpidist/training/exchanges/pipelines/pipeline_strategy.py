@@ -159,7 +159,12 @@ class Pipeline:
         self, comm, model, optimizer, *, global_batch: int, seed: int, microbatches=None,
         store=None, resume=False,
     ):  # fmt: skip
-        """Return the object that trains the stages in one run. Collective over `comm`."""
+        """Return the object that trains the stages in one run. Collective over `comm`.
+
+        With ``cuts="auto"``, a run that may resume (`resume`) reads the cuts and the measurements
+        of the last run from `store`, the checkpoint store. The other parameters are arguments of
+        `md.train`.
+        """
         from ..pipeline_exchange import CutChoice, Stages
         from .pipeline_choice import choose_cuts, last_run
         from .pipeline_order import order_of_ranks
