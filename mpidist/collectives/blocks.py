@@ -18,7 +18,8 @@ def rows_of(x) -> tuple[int, int]:
 def deliver(block, like, out, shape):
     """Return a received block: copied into `out` if given, else in an array of the kind of `like`.
 
-    Without `out`, the result has the dtype and the array library (NumPy or CuPy) of `like`.
+    Without `out`, the result has the dtype and the array library (NumPy or CuPy) of `like`. If this
+    library is not NumPy, the result is a new array of shape `shape`.
     """
     if out is None:
         if isinstance(like, np.ndarray):

@@ -63,7 +63,10 @@ def header_values(key: int, code: str, size: int) -> np.ndarray | None:
 
 
 def can_stage(reduction: Reduction, n: int, size: int) -> bool:
-    """Whether `Staged` can run the reduction: it must be a short sum or mean of real numbers."""
+    """Whether `Staged` can reduce `n` elements on `size` ranks by this reduction.
+
+    The reduction must be a sum or a mean of real numbers, and the vector must be short.
+    """
     code = f"{reduction.work.kind}{reduction.work.itemsize}"
     return (
         reduction.ufunc is np.add

@@ -36,10 +36,10 @@ def prepared(
 ) -> CachedPlan:
     """Return the cached plan (prepared operation); the call is collective if it must make the plan.
 
-    Ranks that make a plan check that they run the same operation, unless `agreed` is true because
-    they have checked it already. `build` is called as ``build(size, rank, problem[, itemsize],
-    **root)``, in which `problem` is the length of the vector, or a list of the lengths of its
-    blocks.
+    `signature` describes the operation. Ranks that make a plan check that they run the same
+    operation, unless `agreed` is true because they have checked it already. `build` returns the
+    steps of one rank. It is called as ``build(size, rank, problem[, itemsize], **root)``, in which
+    `problem` is the length of the vector, or a list of the lengths of its blocks.
     """
     # Ranks compare the names of ufuncs, but two ufuncs may have the same name, so the key has the
     # ufunc itself.
