@@ -222,9 +222,10 @@ class Client:
     def drop(self, *, unused_for: int) -> int:
         """Free the rows of open tables that no push has named lately; return their number.
 
-        A row is freed if no push has named it in the last `unused_for` clocks (steps) that all
-        workers have finished. A later pull of the row's key gets the initial values again. One
-        worker calls `drop`; the other workers can go on.
+        An open table is one whose rows are made by pushes. A row is freed if no push has named it
+        in the last `unused_for` clocks (steps) that all workers have finished. A later pull of the
+        row's key gets the initial values again. One worker calls `drop`; the other workers can go
+        on.
 
         Raises
         ------
@@ -309,7 +310,8 @@ class Client:
         Raises
         ------
         ConfigError
-            Training cannot change to this mode, or the mode does not allow the model's `stale`.
+            Training cannot change to this mode, or the mode does not allow the model's policy for
+            stale gradients (`stale`).
         """
         return self.modes.newest
 

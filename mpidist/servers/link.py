@@ -5,9 +5,10 @@ looks for notices, so no rank waits for ever for a rank that has failed. A rank 
 and server answers requests of other workers inside every wait.
 
 The messages travel on the control communicator, one of mpidist's duplicates of the user's
-communicator, with the group's own tags. A group calls no MPI collectives on it: `Link.exchange`
-gathers values up a tree to rank 0 and sends them down again. If a group fails, messages stay
-unreceived, so mpidist never frees its duplicates of this communicator.
+communicator, with the group's own tags. A group calls no MPI collectives on the control
+communicator: `Link.exchange` gathers values up a tree to rank 0 and sends them down again. If a
+group fails, messages stay unreceived, so mpidist never frees its duplicates of the user's
+communicator.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class Link:
     turn : list
         A list that is empty while a thread is in a call of the group, so that the call of a second
         thread raises an error. A thread begins a call by `list.pop`, which is as atomic as a lock
-        and takes half of the time.
+        and takes half of the time of a lock.
     failed : str or None
         Why the group has failed; None while the group works.
     heard : bool
@@ -169,7 +170,8 @@ class Link:
     def broken(self, name: str, error: BaseException) -> None:
         """Notify all ranks that a call of this rank failed after its first message. Does not raise.
 
-        A call that fails before its first message has changed nothing and may be repeated.
+        `name` is the name of the call. A call that fails before its first message has changed
+        nothing and may be repeated.
         """
         if self.touched and self.failed is None:
             self.failed, self.careful = f"{name} was broken off by {described(error)}", True
@@ -261,7 +263,7 @@ class Link:
 
     @contextmanager
     def doing(self, kind: str, peer: int | None = None) -> Iterator[None]:
-        """Context manager that records an operation in the log `trail`.
+        """Context manager that records an operation (`kind`, with the rank `peer`) in `trail`.
 
         The record is marked as unfinished until the ``with`` block ends without an error.
         """
@@ -270,7 +272,7 @@ class Link:
         operation[events.OPEN] = False
 
     def received(self, nbytes: int) -> None:
-        """Count one message that has arrived."""
+        """Count one message of `nbytes` bytes that has arrived."""
         self.count_pieces(0, 0, 1, nbytes)
 
     def count_pieces(self, sent: int, sent_bytes: int, received: int, received_bytes: int) -> None:

@@ -169,14 +169,20 @@ def check_checksums(checksums) -> None:
 
 
 def check_nonfinite(nonfinite, where: str = "") -> None:
-    """Raise ConfigError if `nonfinite` is neither "raise" nor "drop"."""
+    """Raise ConfigError if `nonfinite` is neither "raise" nor "drop".
+
+    `where` is the beginning of the error text.
+    """
     if not isinstance(nonfinite, str) or nonfinite not in NONFINITE:
         names = " or ".join(map(repr, NONFINITE))
         raise ConfigError(f"{where}nonfinite is {shown(nonfinite)}; give {names}")
 
 
 def check_device_name(device, where: str = "") -> None:
-    """Raise ConfigError if `device` is neither "cpu" nor "gpu"."""
+    """Raise ConfigError if `device` is neither "cpu" nor "gpu".
+
+    `where` is the beginning of the error text.
+    """
     if not isinstance(device, str) or device not in DEVICES:
         names = " or ".join(map(repr, DEVICES))
         raise ConfigError(f"{where}server_device={shown(device)}; give {names}")
@@ -207,7 +213,11 @@ def _described(model: str, name: str, value) -> tuple[tuple, np.dtype]:
 
 
 def check_server_optimizer(name: str, optimizer) -> None:
-    """Raise ConfigError for an optimizer that cannot update a part of a tensor by itself."""
+    """Raise ConfigError for an optimizer that cannot update a part of a tensor by itself.
+
+    Servers hold only parts of some tensors, so their optimizer must not need whole tensors. `name`
+    is the name of the model, for the error text.
+    """
     if not all(callable(getattr(optimizer, each, None)) for each in ("init", "update")):
         raise ConfigError(f"model {name!r}: optimizer={shown(optimizer)} has no init and update")
     if not getattr(optimizer, "elementwise", False):

@@ -290,7 +290,7 @@ class Server:
         self._carry_out(model, actions)
 
     def settle(self, name: str, clocks: int) -> None:
-        """After a death, make the updates of a model's first `clocks` steps; see `Votes.settle`."""
+        """After a rank's death, make the waiting updates of a model's first `clocks` steps only."""
         number = [model.name for model in self.models].index(name)
         if self.votes is not None:
             self._carry_out(self.models[number], self.votes.settle(number, clocks))

@@ -185,12 +185,18 @@ class ServerShard:
         return self._keys[part.piece.tensor]
 
     def rows_of(self, part: ShardPart, arrays: Mapping | None = None) -> np.ndarray:
-        """Return this server's piece of the tensor of `part`, as rows; from `arrays`, if given."""
+        """Return what this server holds of the tensor of `part`, as a 2-D array of rows.
+
+        `arrays` has the arrays to read instead of `parameters`, by the same keys.
+        """
         array = (self.parameters if arrays is None else arrays)[self.key(part)]
         return array.reshape(-1, self.layout.tensors[part.piece.tensor].width)
 
     def values(self, part: ShardPart, arrays: Mapping | None = None) -> np.ndarray:
-        """Return the values that `part` names, a piece or rows of it; from `arrays`, if given."""
+        """Return the values of `part`: of a whole piece, or of some rows of it.
+
+        `arrays` has the arrays to read instead of `parameters`, by the same keys.
+        """
         if part.rows is None:
             return (self.parameters if arrays is None else arrays)[self.key(part)]
         return self.rows_of(part, arrays)[part.local_rows(self.layout)]
@@ -299,7 +305,7 @@ class ServerShard:
     def update_part(
         self, gradients: Mapping, state: dict, parameters: dict[str, np.ndarray], weight: float
     ) -> None:
-        """Let the optimizer update ranges of parameters and of its state, without counting this."""
+        """Let the optimizer update ranges of parameters and state; do not count it as an update."""
         extra = {"weight": weight} if self._weighs else {}
         self.optimizer.update(gradients, state, parameters, **extra)
 

@@ -129,7 +129,9 @@ class Votes:
 
 
 def start_votes(server, ranks: Sequence[int], copies: bool) -> None:
-    """Let a server tell the others by votes that it has all pushes of a step, and wait for theirs.
+    """Let a server tell the other servers by votes that it has all pushes of a step.
+
+    The server applies the step only when it has the votes of all other servers.
 
     `server` is None on a rank that is no server. `ranks` has the ranks of all servers. With
     `copies`, let the server also keep a copy of the previous server's part of each model.

@@ -1,6 +1,7 @@
 """What `ServerGroup.repartition` does: divide all models between the servers by new shares.
 
-All workers are between two steps meanwhile. A share is the fraction of a model on a server.
+During the change, all workers are between two steps. A share is the fraction of a model on a
+server.
 
     every rank   its arguments, its host and memory, what its server holds   -> rank 0
     rank 0       checks all of it, and chooses the shares                    -> every rank
@@ -157,7 +158,10 @@ def _move(
 
 
 def finish_sending(link, models: Sequence[Hosted]) -> None:
-    """Wait until MPI has sent all answers that this server has begun to send."""
+    """Wait until MPI has sent all answers that this server has begun to send.
+
+    `models` are all models of the server, and `link` is the `Link` that sends the answers.
+    """
 
     def is_done() -> bool:
         for model in models:
@@ -170,7 +174,7 @@ def finish_sending(link, models: Sequence[Hosted]) -> None:
 def plan_shares(members: Members, given: AskedShares | None) -> NewShares | None:
     """Check the arguments of `repartition` on all ranks, and choose the new shares. Collective.
 
-    Returns None if nothing changes.
+    The arguments are those of `change_shares`. Returns None if nothing changes.
     """
     return members.link.run_on_all(
         DOING,
@@ -361,7 +365,7 @@ def _check_memory(
 
 
 def divided(old: ServerLayout, shares: list[float]) -> ServerLayout:
-    """Return how the tensors of the layout `old` are divided between servers with other shares."""
+    """Return a layout of the tensors of `old`, divided between servers with these `shares`."""
     specs = {tensor.name: (tensor.shape, tensor.dtype) for tensor in old.tensors}
     policies = {
         tensor.name: RowPolicy(

@@ -41,7 +41,7 @@ class TensorMove:
     old, new : list of Piece or None
         The piece (range of elements) of each server, or None for a server that holds nothing.
     changes : bool
-        Whether any server holds other elements in the new layout.
+        Whether any server holds other elements in the new layout than in the old one.
     """
 
     def __init__(self, old: Divided, new: Divided, tensor: int):

@@ -51,11 +51,12 @@ class OnlineShares:
 
         A share is the fraction of each model that a server holds. As with `pause`, all workers call
         `repartition` between the same two steps. Ranks that only serve take part inside `serve`,
-        and need no `on_pause`. Parameters, optimizer state and counts of updates move to their new
-        servers, and every client uses the new layout from then on. The values do not change. Only
-        elements that change owner are sent, from the old server to the new server. A server needs
-        memory for one more array (a tensor, or one kind of its optimizer state), and for a second
-        copy of its parameters if they move into new shared memory.
+        and need no function `on_pause`, which other operations in a pause need. Parameters,
+        optimizer state and counts of updates move to their new servers, and every client uses the
+        new layout from then on. The values do not change. Only elements that change owner are sent,
+        from the old server to the new server. A server needs memory for one more array (a tensor,
+        or one kind of its optimizer state), and for a second copy of its parameters if they move
+        into new shared memory.
 
         Parameters
         ----------
@@ -73,9 +74,9 @@ class OnlineShares:
         ConfigError
             On all ranks, and the group can go on with the old shares. A share is not a finite
             number of at least 0, a server does not exist, or there is too little memory. Or a model
-            has an open table. Or the state of an optimizer has an array that is neither a scalar
-            nor of the shape of its parameter. Or, in an elastic run of `md.train`, the call names
-            other servers or a share of 0.
+            has an open table (whose rows are made by pushes). Or the state of an optimizer has an
+            array that is neither a scalar nor of the shape of its parameter. Or, in an elastic run
+            of `md.train`, the call names other servers or a share of 0.
         MismatchError
             On all ranks, and the group can go on with the old shares. The arguments differ between
             workers.
@@ -112,7 +113,8 @@ class OnlineShares:
         ----------
         policy : Rebalance, or what `ParameterServer` takes as `rebalance`, optional
             How far the shares change, according to the busy seconds of the servers since the last
-            call. The setting `every` has no effect here.
+            call. The setting `every` (the number of steps between two measurements) has no effect
+            here.
 
         Returns
         -------

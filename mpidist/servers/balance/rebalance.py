@@ -5,10 +5,10 @@
     speed            2.5         0.6         share per busy second
     in proportion    0.8         0.2         the shares with which both would be busy for 0.32 s
 
-By default, a share moves only half of the way to the share in proportion to the speed, because a
-part of the busy seconds does not depend on the share, and because a measurement may be disturbed.
-The shares change only if the busiest server would then be busy for clearly less time, so small
-differences have no effect.
+By default, a share moves only half of the way from its present value to the share in proportion to
+the speed, because a part of the busy seconds does not depend on the share, and because a
+measurement may be disturbed. The shares change only if the busiest server would then be busy for
+clearly less time than before, so small differences have no effect.
 """
 
 from __future__ import annotations

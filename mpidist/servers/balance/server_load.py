@@ -43,6 +43,7 @@ class ServerLoad:
     ) -> None:
         """Count a request of a worker, and the tensors or rows that it pushes and pulls.
 
+        `header` is the header of the request. `pushed` and `pulled` list the tensors or rows.
         `whole` is all that the server holds of the model. Gradients that follow in further
         messages, or that the server reads in other memory, are counted here, too.
         """

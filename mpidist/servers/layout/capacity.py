@@ -22,15 +22,17 @@ def needed(
 ) -> int:
     """Return how many bytes a server needs for a model if it holds `shard` bytes of parameters.
 
-    The number is a sum: the parameters, the optimizer state (`copies` times the parameters), one
-    sum of gradients, the pushes that the server holds (one per worker in modes in which workers
-    wait for each other), and the answers that are being sent. With `pulled`, a copy of the
-    parameters for each worker is added.
+    `workers` is the number of workers, and `consistency` is the mode of the model. The returned
+    number is a sum: the parameters, the optimizer state (`copies` times the parameters), one sum of
+    gradients, the pushes that the server holds (one per worker in modes in which workers wait for
+    each other), and the answers that are being sent. With `pulled`, a copy of the parameters for
+    each worker is added.
 
-    A server may answer each piece of a push as soon as the piece has arrived. Then `ahead` is the
-    number of bytes of a worker's pieces that are on the way at the same time, and no whole push is
-    counted. A server needs more memory than the returned number if workers push only some tensors
-    or rows, or call `push` without a pull. A change to another mode may also need more memory.
+    A server may answer each piece (range of bytes) of a push as soon as the piece has arrived. Then
+    `ahead` is the number of bytes of a worker's pieces that are on the way at the same time, and no
+    whole push is counted. A server needs more memory than the returned number if workers push only
+    some tensors or rows, or call `push` without a pull. A change to another mode may also need more
+    memory.
     """
     copies += workers * pulled
     if ahead is not None and ahead < shard:

@@ -36,7 +36,11 @@ def checked_samples(model: str, samples, global_batch: int | None) -> int | None
 
 
 def not_finite(model: str, pushes: Mapping) -> str | None:
-    """Return the text of an error if a gradient in `pushes` has a NaN or an infinity, else None."""
+    """Return the text of an error if a gradient has a NaN or an infinity, otherwise None.
+
+    `pushes` maps the name of each pushed tensor to (rows, gradient), and `model` is the name of the
+    model.
+    """
     wrong = next((name for name, (_, flat) in pushes.items() if not all_finite(flat)), None)
     if wrong is None:
         return None

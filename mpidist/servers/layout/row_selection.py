@@ -212,7 +212,10 @@ def _shape(tensor: Tensor, rows) -> tuple[int, ...]:
 
 
 def checked_array(what: str, x, written: bool = True):
-    """Return `x` as an array, or raise ConfigError with a text that begins with `what`."""
+    """Return `x` as an array, or raise ConfigError with a text that begins with `what`.
+
+    `written` says whether the caller will write into the array.
+    """
     try:
         return as_array(x, written)
     except ConfigError as error:

@@ -71,7 +71,7 @@ class DeviceShard(ServerShard):
         return optimizer.init(self._on_device)
 
     def update(self, gradients: Mapping[str, Any], weight: float) -> None:
-        """Let the optimizer make one update on the device, and copy the new parameters back."""
+        """Let the optimizer make one update on the GPU, and copy the new parameters to the host."""
         sent = {key: self._sent(gradient) for key, gradient in gradients.items()}
         parameters = {key: self._on_device[key] for key in sent}
         extra = {"weight": weight} if self._weighs else {}

@@ -1,9 +1,9 @@
 """DSSP: bounded staleness with a bound that follows the speed of the workers. Uses no MPI.
 
 Under SSP(s) a fast worker waits if it is more than s steps ahead. A large s hides the pauses of a
-worker that is otherwise as fast as the others. A large bound does not help if one worker is always
-slow: the fast workers reach the bound, too, and until then they compute with old parameters. DSSP
-lets a worker go up to `high` steps ahead if this saves waiting time, and otherwise up to `low`
+worker that is otherwise as fast as the other workers. A large bound does not help if one worker is
+always slow: the fast workers reach the bound, too, and until then they compute with old parameters.
+DSSP lets a worker go up to `high` steps ahead if this saves waiting time, and otherwise up to `low`
 steps.
 
     low = 1, high = 3     a worker pauses once       others may be up to 3 steps ahead
@@ -18,9 +18,9 @@ median   The worker may go on if the slowest worker is usually about as fast: if
          slowest worker's last 31 work times is at most twice the worker's own median, or if the
          mean is at most twice the worker's own mean. Then the slowest worker is only in a pause,
          which will end. The mean is used because on busy hosts a step may take either 1 or 20 ms,
-         and the median is then one or the other by chance. A work time is the time from the answer
-         of a pull to the end of the worker's step. A worker with fewer than 16 work times does not
-         count as slow. The rule is applied again whenever a worker finishes a step.
+         and the median is then 1 or 20 ms by chance. A work time is the time from the answer of a
+         pull to the end of the worker's step. A worker with fewer than 16 work times does not count
+         as slow. The rule is applied again whenever a worker finishes a step.
 paper    The rule of Zhao et al.: when the fastest worker is `low` steps ahead, the server predicts
          the times of the next pushes of this worker and of the slowest worker from their two newest
          pushes. The server grants the number of further steps, up to ``high - low``, after which
@@ -56,9 +56,9 @@ class DSSP(Consistency):
     """Dynamic stale-synchronous: SSP with a bound between `low` and `high`, set from work times.
 
     A worker may be up to `high` steps ahead of the slowest worker if the slowest worker is usually
-    as fast, and otherwise up to `low` steps. So short pauses of a worker do not delay the others,
-    and a worker that is always slow does not make the others work with old parameters. With
-    ``low == high`` this is SSP.
+    as fast, and otherwise up to `low` steps. So short pauses of a worker do not delay the other
+    workers, and a worker that is always slow does not make the other workers compute with old
+    parameters. With ``low == high`` this is SSP.
 
     Zhao et al., "Dynamic stale synchronous parallel distributed training for deep learning", ICDCS
     2019, arXiv 1908.11848. ``rule="paper"`` is the rule of this paper.

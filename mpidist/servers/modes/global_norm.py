@@ -51,7 +51,7 @@ def check_clip_norm(name: str, clip_norm: Any, elastic: bool) -> None:
 
 
 def squares(arrays: Iterable[np.ndarray]) -> float:
-    """Return the sum of the squares of all elements, in float64."""
+    """Return the sum of the squares of all elements of all `arrays`, in float64."""
     flat = (array.reshape(-1) for array in arrays)
     pieces = (one[at : at + _PIECE] for one in flat for at in range(0, one.size, _PIECE))
     return float(sum(np.square(piece, dtype=np.float64).sum() for piece in pieces))

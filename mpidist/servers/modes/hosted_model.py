@@ -31,7 +31,7 @@ class Push(NamedTuple):
 
     `buffer` is the memory of the message, or None if the gradients are in memory that this server
     shares with the worker. `parts` lists the tensors or rows of the push with their gradients; for
-    a push in pieces it is the `PushStream` that receives the pieces.
+    a push in pieces, `parts` is the `PushStream` that receives the pieces.
     """
 
     buffer: np.ndarray | None
@@ -150,7 +150,10 @@ class Hosted:
         return [] if self._copies is None else self._copies.kept
 
     def weight(self, push: Push) -> float:
-        """Return the factor of the learning rate for a push, where each push is an update."""
+        """Return the number by which a push multiplies the learning rate of its update.
+
+        This is for modes in which each push makes an update of its own.
+        """
         if self.table is not None:
             return float(push.samples != 0)
         if self.global_batch is None:

@@ -49,7 +49,11 @@ class ModelChanges:
         self._quiet = -1
 
     def end(self) -> None:
-        """Free the memory of the models of a failed group, even if its link must be kept."""
+        """Free the memory of a failed group's models.
+
+        The group's `Link` may have to be kept, because MPI may still use its buffers. It then no
+        longer refers to this memory.
+        """
         link = self._link
         link.background, link.models, link.trail.about = nothing, [], None
         link.pool, self.server = MessagePool(keep=0), None

@@ -6,9 +6,9 @@
     piece     | CRC-32 |   | data |      a piece has no header, so its checksum is sent before it
 
 The checksum is `zlib.crc32`. The CRC-32C of network cards would need a further package, and both
-find every change of up to 32 consecutive bits. Memory that ranks of one host share is not checked:
-no message is sent, and this memory is as safe as that of the model's arrays. Messages of a few
-words are not checked: decisions and votes of servers, notices of failures, and sums for norms.
+checksums find every change of up to 32 consecutive bits. Memory that ranks of one host share is not
+checked: no message is sent, and this memory is as safe as that of the model's arrays. Messages of a
+few words are not checked: decisions and votes of servers, notices of failures, and sums for norms.
 """
 
 from __future__ import annotations
@@ -41,24 +41,33 @@ class Checksums:
         self._link, self._workers, self._servers = link, workers, servers
 
     def before_send(self, buffer: np.ndarray, nbytes: int, dest: int, tag: int) -> None:
-        """Write a message's checksum into its header, or send a piece's checksum before it."""
+        """Prepare a send: write a message's checksum into its header, or send a piece's checksum.
+
+        The first `nbytes` bytes of `buffer` will be sent to the rank `dest`. `tag` says whether
+        they are a message with a header, or a piece, which has none.
+        """
         if tag in _WITH_HEADER:
             self.seal(buffer, nbytes)
         elif tag == PIECE_UP:
             self.send_sum(buffer[:nbytes], dest, tag)
 
     def seal(self, buffer: np.ndarray, nbytes: int) -> None:
-        """Write the checksum of a message of `nbytes` bytes into its header."""
+        """Write the checksum of a message, the first `nbytes` bytes of `buffer`, to its header."""
         _SUM.pack_into(buffer.data, _AT, _crc32(buffer[CHECKED_FROM:nbytes]))
 
     def send_sum(self, memory: np.ndarray, dest: int, tag: int) -> None:
-        """Send the checksum of a piece that is about to be sent to `dest`."""
+        """Send the checksum of a piece that is about to be sent to `dest`.
+
+        `memory` has the bytes of the piece, and `tag` is the MPI tag with which the piece is sent.
+        """
         words = self._link.pool.take(8)
         words.view(np.int64)[0] = _crc32(memory)
         self._link.send(words, 8, dest, tag + SUMS)
 
     def check(self, buffer: np.ndarray, header: Any, source: int, tag: int) -> None:
         """Raise ProtocolError if a message from rank `source` has changed on the way.
+
+        `buffer` has the whole message, and `header` is its header.
 
         `tag` is the message's MPI tag, which contains the first tag of the group.
         """

@@ -113,7 +113,8 @@ class Arrivals(dict):
     def collect(self, link: Link, worker: int, message: Incoming, model: Any) -> None:
         """Begin to receive the pieces of a push, whose first message has arrived from `worker`.
 
-        The push is used when all its pieces have arrived.
+        `message` is this first message, and `model` is the `Hosted` model to which the push
+        belongs. The push is used when all its pieces have arrived.
         """
         pieces, nbytes = model.due.pieces, model.whole.nbytes
         self[worker] = CollectedPush(link, message, pieces, nbytes, self.has_room, model.name)

@@ -136,7 +136,7 @@ def up_to_date(everyone: Sequence[Mapping | None], voted: bool) -> list[set[int]
 
     `everyone` has the result of `Held.facts` of each rank, or None. If the servers vote before they
     apply a step (`voted`), a server's parameters and their copy have the same updates. Otherwise a
-    copy may have fewer updates.
+    copy may have fewer updates than the parameters of which it is a copy.
     """
     made = {facts["index"]: facts["updates"][0] for facts in everyone if facts is not None}
     found: list[set[int]] = []

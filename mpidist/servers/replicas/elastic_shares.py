@@ -7,9 +7,9 @@
 
 A shard is a server's part of a model, and to commit means to use the new shards from then on. If a
 rank dies before any rank has committed, the living ranks continue with the old shards. If some
-ranks have committed, all living ranks are prepared, and the others commit after the death, when the
-living ranks build a new group. `ElasticServerGroup.moved` counts the commits of a rank, so the
-ranks see who has committed.
+ranks have committed, all living ranks are prepared, and those that have not committed do so after
+the death, when the living ranks build a new group. `ElasticServerGroup.moved` counts the commits of
+a rank, so the ranks see who has committed.
 """
 
 from __future__ import annotations

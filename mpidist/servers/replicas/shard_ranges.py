@@ -1,4 +1,4 @@
-"""List the arrays of one server's part of a model, or what the parts of two servers share.
+"""List the arrays of one server's part of a model, or the elements that two parts have in common.
 
 The arrays are parameters and optimizer state, as 1-D views (ranges). All servers of a model list
 them in the same order, so messages need not name them. This module uses no MPI.
@@ -16,7 +16,10 @@ Ranges = tuple[np.ndarray, ...]
 
 
 def all_ranges(shard: ServerShard) -> Ranges:
-    """Return all arrays of a server's part of a model, with the scalars of its optimizer."""
+    """Return 1-D views of all arrays of a server's part of a model.
+
+    They are the parameters, and the arrays and the scalars of the optimizer state.
+    """
     kinds, scalars = _tables(shard)
     arrays = [array.reshape(-1) for table in kinds for _, array in table.values()]
     return (*arrays, *(leaf.reshape(-1) for leaf in scalars.values()))

@@ -204,7 +204,7 @@ class KeyRows:
         self._free = np.concatenate([self._free, places])
 
     def compacted(self) -> np.ndarray:
-        """Move all keys and entries to the front of the arrays, and free the rest of the memory.
+        """Move all keys and entries to the front of the arrays, and free the memory behind them.
 
         Returns the old place (index) of each key, in the order of the new places.
         """

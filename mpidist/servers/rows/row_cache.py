@@ -330,6 +330,9 @@ class LookUp:
 
 
 def cached_rows(asked: Any, layout: ServerLayout, workers: int, modes: Any) -> CachedRows | None:
-    """Return the cache of a worker for a model; None if the model has no cache."""
+    """Return the cache of a worker for a model; None if the model has no cache.
+
+    The parameters of `CachedRows` explain the arguments.
+    """
     policy = row_cache(asked.name, asked.cache_rows, asked.consistency, asked.stale)
     return None if policy is None else CachedRows(policy, layout, workers, asked, modes)

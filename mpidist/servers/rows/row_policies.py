@@ -80,7 +80,12 @@ def check_row_optimizer(model: str, policies: Mapping[str, RowPolicy], optimizer
 
 
 def check_open_tables(asked, policies: Mapping[str, RowPolicy]) -> None:
-    """Raise ConfigError if a model has open tables and arguments that these do not allow."""
+    """Raise ConfigError if a model has open tables, but its policy `stale` does not allow them.
+
+    A policy that needs copies of pulled parameters does not, since servers keep no copies of open
+    tables. `asked` has the arguments of `ServerGroup.add`, and `policies` the `RowPolicy` of each
+    tensor.
+    """
     tables = [name for name, policy in policies.items() if policy.rows == "open"]
     if tables and asked.stale.compensates:
         raise ConfigError(
@@ -90,7 +95,10 @@ def check_open_tables(asked, policies: Mapping[str, RowPolicy]) -> None:
 
 
 def check_open_group(model: str, policies: Mapping[str, RowPolicy], elastic: bool) -> None:
-    """Raise ConfigError if a model with open tables is added to the group of an elastic run."""
+    """Raise ConfigError if a model with open tables is added in an elastic run (`elastic`).
+
+    `model` is the name of the model, and `policies` has the `RowPolicy` of each tensor.
+    """
     tables = [name for name, policy in policies.items() if policy.rows == "open"]
     if tables and elastic:
         raise ConfigError(

@@ -101,6 +101,8 @@ class BoundExchange:
     def is_here(self, link: Link, status: MPI.Status) -> bool:
         """Whether the answer has arrived and the request is sent.
 
+        `status` is an object that this method may overwrite.
+
         When the answer has arrived, its parameters are copied once to the arrays of the caller.
         """
         if self.operation[OPEN]:
@@ -205,7 +207,9 @@ class BoundPushPull:
     ) -> tuple[float, list[Header]]:
         """Send the gradients that `pack` has copied, and receive the answers.
 
-        Returns the seconds waited, and the headers of the answers in the order of the servers.
+        `name` is the name of the model, and the other arguments are fields of the header of each
+        request. Returns the seconds waited, and the headers of the answers in the order of the
+        servers.
         """
         link = self._link
         count = -1 if samples is None else samples

@@ -76,7 +76,7 @@ class ServerAnswer:
     incoming : Incoming
         The message with the answer, or with its header if the answer comes in pieces.
     operation : list
-        The record of the request in `Link.trail`.
+        The record of the request in `Link.trail` (the log of requests sent and served).
     parts : sequence of ShardPart
         The tensors or rows whose values are in the message.
     stream : ClientStream, optional

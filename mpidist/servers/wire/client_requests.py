@@ -122,14 +122,17 @@ class ClientRequests:
         self.silent: Counter[int] = Counter()  # server -> clocks since it was asked
 
     def go_on_from(self, before: ClientRequests) -> None:
-        """Take over the clock and the counts of `before`, which sent requests for an old layout."""
+        """Take over the clock (number of finished steps) and the counts of `before`.
+
+        `before` has sent the requests until the model was divided anew between the servers.
+        """
         self.clock, self.entered, self.pushed = before.clock, before.entered, before.pushed
         self.note, self.started, self.queue = before.note, before.started, before.queue
         newest = max(before.versions)
         self.versions[:] = (before.versions + [newest] * len(self.servers))[: len(self.servers)]
 
     def take_note(self) -> tuple[int, int]:
-        """Return the attribute `note` for a request to the first server, and set it to zeros."""
+        """Return `note`, two integers for the first server, and set the attribute to zeros."""
         note, self.note = self.note, (0, 0)
         return note
 
@@ -234,6 +237,9 @@ class ClientRequests:
     def tick_quietly(self, flags: int, pushes, samples) -> None:
         """Send a push and the end of a step to all servers, and do not ask for answers.
 
+        `flags` says what the call asks for. `pushes` maps names to (rows, values), and `samples` is
+        the number of samples of the push.
+
         Sends nothing if `flags` asks only for a pull.
         """
         servers = range(len(self.servers))
@@ -245,7 +251,10 @@ class ClientRequests:
             self.post(server, flags & ~PULL, pushes=pushes, samples=samples)
 
     def push(self, pushes: Mapping, samples: int | None) -> None:
-        """Send a push to all servers. The gradients may be changed when this method returns."""
+        """Send a push to all servers. The gradients may be changed when this method returns.
+
+        `pushes` maps names to (rows, values), and `samples` is the number of samples of the push.
+        """
         gradients = whole_push(self.layout, pushes, {}) if self._has_pieces else None
         late = False
         for server in self._in_turn():

@@ -73,7 +73,7 @@ def node_ranks(comm, servers: Sequence[int], workers: Sequence[int]) -> NodeRank
 
 
 def count_shared(link: Link, nbytes: int) -> None:
-    """Count bytes that this rank writes into memory that it shares with another rank."""
+    """Count `nbytes` bytes that this rank writes into memory that it shares with another rank."""
     link.counters.shared_bytes += nbytes
     events.total.shared_bytes += nbytes
 
@@ -284,7 +284,8 @@ def share_memory(
 ) -> tuple[NodeShare | None, str]:
     """Make the shared memory of a model on this host. Collective over the host's ranks.
 
-    Returns (memory, "") or, if the ranks share no memory, (None, the reason).
+    The arguments are those of `NodeShare`. `on_gpu` says whether a server updates the model on a
+    GPU. Returns (memory, "") or, if the ranks share no memory, (None, the reason).
     """
     if node.why or not (node.workers and node.servers):
         return None, node.why or "no worker and server are on this host"

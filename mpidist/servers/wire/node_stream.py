@@ -103,7 +103,7 @@ class NodeReaders:
     def add(self, rank: int, pair: NodePair, allowed: int, ready: int) -> None:
         """Let the worker with this `rank` copy `allowed` pieces of the parameters.
 
-        It can copy the first `ready` pieces at once, and each of the others when the server has
+        It can copy the first `ready` pieces at once, and each further piece when the server has
         updated it. `pair` is the memory that the worker shares with this server. The worker has
         copied the whole previous version, because it makes one call at a time.
         """

@@ -121,7 +121,8 @@ class ShardPieces:
     def update(self, number: int, gradients: Mapping[str, np.ndarray], weight: float = 1.0) -> None:
         """Update the parameters in piece `number` by their gradients.
 
-        `gradients` has the keys that `ServerShard.parameters` has for these tensors.
+        `gradients` has the keys that `ServerShard.parameters` has for these tensors. The learning
+        rate is multiplied by `weight`.
         """
         views = self.views(number)
         for _, before, scalar in self._before:
