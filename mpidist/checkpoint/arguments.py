@@ -50,7 +50,7 @@ def checked_number(
     """Return `value` as an int; raise ConfigError unless it is from `least` to `most`.
 
     `value` may have any integer type, but not bool. `name` is the argument's name in the error
-    text.
+    text, and `expected` says there which values are allowed.
 
     If `optional` is true, `value` may also be None, and the result is then None.
     """
@@ -72,7 +72,10 @@ def checked_step(step, needed: bool = False, name: str = "step") -> int | None:
 
 
 def which(step, history, needed: bool = False) -> dict:
-    """Check the arguments `step` and `history`, and return them in a dict with these two keys."""
+    """Check the arguments `step` and `history`, and return them in a dict with these two keys.
+
+    If `needed` is true, `step` must not be None.
+    """
     return {"step": checked_step(step, needed), "history": checked_step(history, name="history")}
 
 

@@ -32,12 +32,18 @@ same_on_all = partial(rounds.same_on_all, fault=fault)
 
 
 def by_rank_0(comm, doing: str, work: Callable[[], Any]) -> Any:
-    """Call `work` on rank 0; return its result, or raise its error, on all ranks. Collective."""
+    """Call `work` on rank 0; return its result, or raise its error, on all ranks. Collective.
+
+    `doing` says in words what `work` does, for error texts.
+    """
     return run_on_all(comm, doing, lambda: None, lambda _: work())
 
 
 def call(comm, kind: str):
-    """Return a context manager that sends an exception of a public method to the other ranks."""
+    """Return a context manager that sends an exception of a public method to the other ranks.
+
+    `kind` is the name of the method, for error texts.
+    """
     return context.of(comm).call(kind)
 
 
@@ -55,9 +61,9 @@ def all_come(comm) -> None:
 def operation(comm, kind: str) -> Iterator[tuple[context.Context, int]]:
     """Yield the `Context`, in which mpidist keeps its state for `comm`, and an MPI tag.
 
-    The tag is for the messages of the ``with`` block. Collective over `comm`. All ranks must enter
-    the ``with`` block; this function does not check that they do. An exception in the block on one
-    rank ends the block on all ranks.
+    `kind` is the name of the operation, for error texts. The tag is for the messages of the
+    ``with`` block. Collective over `comm`. All ranks must enter the ``with`` block; this function
+    does not check that they do. An exception in the block on one rank ends the block on all ranks.
     """
     own = context.of(comm)
     tag = own.tag(own.begin(Signature(kind, "", "")))

@@ -301,7 +301,8 @@ def is_gone(path: str, entry: Entry) -> bool:
 def publish(name: str, history: int, step: int, root: int) -> Entry:
     """Rename a complete temporary folder to the next free name for its step.
 
-    Returns an `Entry`, which has the numbers in the new name.
+    `name` is the name of this folder in the open folder `root`. Returns an `Entry`, which has the
+    numbers in the new name.
     """
     own = Histories(root).own.get(history, ())
     generation = max((entry.generation for entry in own if entry.step == step), default=-1)
@@ -381,14 +382,18 @@ class Line:
         return [] if history is None and self.is_fresh() else all_steps(self._path, history)
 
     def is_next(self, history: int, step: int) -> bool:
-        """Whether a step copied to a node is at least as new as the newest step of this store."""
+        """Whether a step copied to a node is at least as new as the newest step of this store.
+
+        `history` and `step` are the numbers of the copied step.
+        """
         latest = self.latest()
         return not self.is_fresh() if latest is None else (history, step) >= latest[:2]
 
     def is_of(self, history: int, step: int) -> bool:
         """Whether a step copied to a node is in the newest history, or newer than that history.
 
-        Steps of the older histories that the newest history continues count too.
+        `history` and `step` are the numbers of the copied step. Steps of the older histories that
+        the newest history continues count too.
         """
         latest = self.latest()
         if latest is None or self.is_next(history, step):
@@ -400,6 +405,7 @@ class Line:
     def begin(self, root: int, step: int, is_good: Callable[[Entry], bool]) -> int:
         """Return the number of the history to which a save of `step` belongs.
 
+        `root` is the descriptor of the open folder, and `is_good` says whether a step is undamaged.
         If the history is new, create its mark, the file that says where it begins.
 
         Raises CheckpointError if the folder holds good steps, but this store object has neither

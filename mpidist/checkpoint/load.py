@@ -142,8 +142,9 @@ def newest_good(
 ) -> tuple[Entry, T]:
     """Return the newest step folder that `read` finds undamaged, and the result of `read`.
 
-    Damaged steps are reported and skipped. If a running job has removed a step meanwhile, the step
-    does not count as damaged.
+    `step` and `history` are those of `Search`. ``read(entry)`` reads a step folder, and raises
+    `Damaged` if the folder is damaged. Damaged steps are reported and skipped. If a running job has
+    removed a step meanwhile, the step does not count as damaged.
     """
     search = Search(path, step, history)
     while True:
@@ -192,8 +193,8 @@ class Search:
 
         If a running job has removed the folder meanwhile, the folder does not count as damaged.
 
-        The damage is reported on stderr and in the event log, unless `said` is true. If `said` is
-        true, the damage has already been reported.
+        The damage, which the text `reason` describes, is reported on stderr and in the event log,
+        unless `said` is true. If `said` is true, the damage has already been reported.
         """
         path, entry = self._path, self._entry
         if histories.is_gone(path, entry):

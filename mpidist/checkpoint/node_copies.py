@@ -110,9 +110,10 @@ def copy_record(comm, state: Mapping, extras: Mapping, name: str, history: int) 
     The dicts have the arrays of `state`, the `extras`, and a mark that says to which save the copy
     belongs.
 
-    `extras` has the extras (leaves that are not arrays) of all ranks, by path. (If several ranks
-    have the same extra, the save to the shared folder has checked that the values are equal.)
-    `comm` is used only for the rank and the number of ranks.
+    `name` is the name of the temporary folder of the save to the shared folder, and `history` is
+    the number of its history (branch) there. `extras` has the extras (leaves that are not arrays)
+    of all ranks, by path. (If several ranks have the same extra, the save to the shared folder has
+    checked that the values are equal.) `comm` is used only for the rank and the number of ranks.
     """
     layout = {str(comm.rank): _layout(state)}
     mark = {"name": name, "history": history, "ranks": comm.size, "layout": layout}
@@ -122,7 +123,8 @@ def copy_record(comm, state: Mapping, extras: Mapping, name: str, history: int) 
 def usable_steps(comm, path: str, step: int | None, like: Mapping) -> dict[int, tuple[int, str]]:
     """Return the steps in a node's folder that hold all arrays of `like` for this rank.
 
-    The keys of the returned dict are step numbers.
+    `path` is the node's folder. If `step` is given, only copies of this step count. The keys of the
+    returned dict are step numbers.
 
     The value for a step is a tuple: its history number in the shared folder, and the name of the
     temporary folder of its save there. If there are two copies of a step, only the newer copy

@@ -258,7 +258,7 @@ class TieredStore(Store):
             self.shared.wait()
 
     def let_go(self) -> None:
-        """Wait, and release the lock of the shared folder for another job. Collective."""
+        """Wait as `wait` does, and release the lock, so that another job may save. Collective."""
         with self._call("let_go"):
             self.wait()
             self.shared.let_go()

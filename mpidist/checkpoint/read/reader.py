@@ -202,7 +202,7 @@ def open_reader(
 ) -> Iterator[Reader]:
     """Yield a reader of the step folder `entry` at `path`.
 
-    Raise Damaged if the folder cannot be opened.
+    `verify` and `direct` are those of `Reader`. Raise Damaged if the folder cannot be opened.
     """
     with ExitStack() as stack:
         try:

@@ -2,7 +2,8 @@
 
 A piece is a part of an array that is stored as one data set. The lists of pieces are computed once
 for each plan (which rank writes what), and all saves with the same plan use them. If a save of many
-small arrays uses an earlier plan again, it takes little more time than one check of each array.
+small arrays uses an earlier plan again, the save takes little more time than one check of each
+array.
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ class WriteOptions(NamedTuple):
 def copied(work: Work, views: Sequence[Elements], memory: Memory) -> list[Elements]:
     """Copy the pieces of arrays that this rank holds and saves.
 
-    Return the copy of each piece as an array of bytes.
+    `views` is the result of `piece_views`, and the copies are made in `memory`. Return the copy of
+    each piece as an array of bytes.
     """
     copies = memory.room(work.given_bytes)
     for given, copy in zip(views, copies, strict=True):
@@ -111,7 +112,10 @@ def piece_views(work: Work, arrays: Sequence) -> list[Elements]:
 
 
 def receive_buffers(work: Work, rank: int, inbox: Memory) -> list[np.ndarray]:
-    """Return a buffer for each part of an array that `rank` writes and another rank sends."""
+    """Return a buffer for each part of an array that `rank` writes and another rank sends.
+
+    `work` is the work of `rank` in this save. The buffers are made in the memory `inbox`.
+    """
     sizes = zip(work.holders, work.written_bytes, strict=True)
     return inbox.room([nbytes for holder, nbytes in sizes if holder != rank])
 
@@ -121,12 +125,12 @@ def forward_parts(
 ) -> list[Elements] | Exception:
     """Send pieces (parts of arrays) to the rank that writes them, and receive pieces from others.
 
-    Collective over `comm`. `inbox` has the buffers from `receive_buffers`. If a rank has too little
-    memory, it has already failed in `receive_buffers`, before other ranks wait for its messages.
-    Return, for each piece that this rank writes, an array with its values. If a piece cannot be
-    sent, return the exception in place of the arrays; the caller raises it. The rank then sends
-    empty messages instead of this piece and all later pieces, so that no writing rank waits for
-    ever.
+    Collective over `comm`. `data` has the values of each piece that this rank holds and saves.
+    `inbox` has the buffers from `receive_buffers`. If a rank has too little memory, it has already
+    failed in `receive_buffers`, before other ranks wait for its messages. Return, for each piece
+    that this rank writes, an array with its values. If a piece cannot be sent, return the exception
+    in place of the arrays; the caller raises it. The rank then sends empty messages instead of this
+    piece and all later pieces, so that no writing rank waits for ever.
     """
     problem: Exception | None = None
     written: list[Elements] = []
@@ -169,7 +173,8 @@ def _host_bytes(elements: Elements) -> np.ndarray:
 def write(folder: int, rank: int, work: Work, data: Sequence[Elements], how: WriteOptions) -> bytes:
     """Write a shard, and the table of its parts, to stable storage; return the table's first line.
 
-    `data` has one array for each piece, with the values of the piece.
+    The files are made in the open folder `folder`. `how` has the options of the store. `data` has
+    one array for each piece, with the values of the piece.
     """
     name, digest = shard_name(rank), hashlib.sha256() if how.sha256 else None
     with _created(folder, name) as descriptor:

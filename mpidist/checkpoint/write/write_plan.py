@@ -187,7 +187,8 @@ def shares(
 ) -> list[Share]:
     """Return, for each rank, which pieces (parts of arrays) it sends and which it writes in a save.
 
-    Raise CheckpointError if the shards of an array overlap or leave a hole.
+    `all_ranks` has the description of the arrays of each rank, and `writer_of` the rank that writes
+    the data of each rank. Raise CheckpointError if the shards of an array overlap or leave a hole.
     """
     rows = assign(tensors, all_ranks, writer_of)
     holder, tensor = rows[:, piece_table.FILE], rows[:, piece_table.TENSOR]
@@ -213,7 +214,8 @@ def assign(
 ) -> np.ndarray:
     """Return the table of all pieces (parts of arrays) of a save, with a writing rank for each.
 
-    `writer_of` has, for each rank, the rank that writes its data.
+    `all_ranks` has the description of the arrays of each rank. `writer_of` has, for each rank, the
+    rank that writes its data.
 
     The column `FILE` of the table has the rank that holds and sends the piece.
     """
