@@ -111,13 +111,19 @@ def _check_complete(lists, p: int, chunks: int) -> None:
 
 
 def sender_of(one: StageAction, p: int) -> tuple[int, StageAction]:
-    """Return the sending rank and the send action that belong to the receive action `one`."""
+    """Return the sending rank and the send action that belong to the receive action `one`.
+
+    `p` is the number of stages.
+    """
     kind, other = (SEND_F, one.chunk - 1) if one.kind == RECV_F else (SEND_B, one.chunk + 1)
     return other % p, StageAction(kind, other, one.microbatch)
 
 
 def receiver_of(one: StageAction, p: int) -> tuple[int, StageAction]:
-    """Return the receiving rank and the receive action that belong to the send action `one`."""
+    """Return the receiving rank and the receive action that belong to the send action `one`.
+
+    `p` is the number of stages.
+    """
     kind, other = (RECV_F, one.chunk + 1) if one.kind == SEND_F else (RECV_B, one.chunk - 1)
     return other % p, StageAction(kind, other, one.microbatch)
 

@@ -18,9 +18,9 @@ _COLORS = {F: "#4878a8", B: "#e08a3c", I: "#d9a441", W: "#8c6bb1"}
 def draw_actions(run: SimulatedRun, unit: float | None = None) -> str:
     """Return one line per rank; each column shows what the rank computes in `unit` seconds.
 
-    ``F3`` is the forward pass of microbatch 3. If a rank has several chunks (groups of consecutive
-    layers), ``F3b`` is the forward pass through its second chunk. ``..`` is idle time. By default,
-    a column is as long as the shortest computation.
+    `run` is the result of `simulate_actions`. ``F3`` is the forward pass of microbatch 3. If a rank
+    has several chunks (groups of consecutive layers), ``F3b`` is the forward pass through its
+    second chunk. ``..`` is idle time. By default, a column is as long as the shortest computation.
 
     Raises
     ------
@@ -56,7 +56,8 @@ def check_drawing(file: str | Path, ranks: int) -> None:
 def save_drawing(run: SimulatedRun, file: str | Path, title: str = "") -> None:
     """Draw a simulated run into a file: a row for each rank, a bar for each computation.
 
-    If a bar is wide enough, the number of its microbatch stands in it.
+    `run` is the result of `simulate_actions`, and `title` stands above the drawing. If a bar is
+    wide enough, the number of its microbatch stands in it.
     """
     ranks = 1 + max((span.rank for span in run.spans), default=0)
     check_drawing(file, ranks)

@@ -101,8 +101,9 @@ def simulate_placed(
 ) -> SimulatedRun:
     """Estimate the time of action lists without checking them; stages may have several replicas.
 
-    ``holder(chunk, microbatch)`` returns the rank that computes the microbatch in the chunk (group
-    of consecutive layers), as `PipelineGrid.holder` does.
+    The other arguments are those of `simulate_actions`. ``holder(chunk, microbatch)`` returns the
+    rank that computes the microbatch in the chunk (group of consecutive layers), as
+    `PipelineGrid.holder` does.
     """
     for cost in costs:
         if not (all(0 <= value < math.inf for value in cost) and cost.input_share <= 1):

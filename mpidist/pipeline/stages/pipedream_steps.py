@@ -42,7 +42,10 @@ class PipeDreamSteps:
 
     @staticmethod
     def check(grid, gradients: Callable | None) -> None:
-        """Raise ConfigError if stages have several ranks, but `gradients` is None."""
+        """Raise ConfigError if stages have several ranks, but nothing to add their gradients.
+
+        `gradients` is a class such as `md.Gradients`, which adds them, or None.
+        """
         if gradients is None and max(grid.replicas) > 1:
             raise ConfigError(
                 f"replicas={list(grid.replicas)} with 'pipedream' add gradients in each update: "
@@ -50,7 +53,7 @@ class PipeDreamSteps:
             )
 
     def check_update(self, update: Callable | None) -> None:
-        """Raise ConfigError if `update` is None."""
+        """Raise ConfigError if the function `update`, which updates the parameters, is None."""
         if update is None:
             raise ConfigError(
                 "update is None, and the schedule 'pipedream' needs a function "
@@ -60,7 +63,9 @@ class PipeDreamSteps:
     def step(self, inputs: dict, labels: dict, sizes, total: int, update) -> tuple[list, float]:
         """Do a step; return the times of its computations, and this rank's share of the mean loss.
 
-        Collective. The sum of all ranks' shares is the mean loss of the microbatches.
+        Collective. `inputs` and `labels` have the arrays of each of this rank's microbatches; the
+        other arguments are those of `Stage.run`. The sum of all ranks' shares is the mean loss of
+        the microbatches.
         """
         grid, first = self._stage.grid, self._entered
         self._pass.enter(first, inputs, labels, sizes, total, update)

@@ -323,7 +323,8 @@ class Stage:
     def visit(self, arrays: dict, function: Callable[[str, Any], None]) -> None:
         """Call ``function(name, array)`` on rank 0 for the `arrays` of all stages. Collective.
 
-        The arrays come in the order of their names, and are sent to rank 0 one at a time.
+        `arrays` has arrays of this rank by name. The arrays come in the order of their names, and
+        are sent to rank 0 one at a time.
         """
         mine = {} if self.replica else dict.fromkeys(arrays, self.rank)
         owners = run_on_all(self.comm, "md.Stage: names", lambda: mine, _joined)
@@ -384,7 +385,7 @@ class Stage:
         return x, y
 
     def wait(self, test: Callable[[], bool], what: str) -> None:
-        """Wait until `test()` is true; log an event if this takes long. `what` is awaited."""
+        """Wait until `test()` is true. If this takes long, log that the stage waits for `what`."""
         if test():
             return
         late: float | None = time.monotonic() + polling.PATIENCE + 0.2

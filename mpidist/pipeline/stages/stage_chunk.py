@@ -113,7 +113,10 @@ class Chunk:
                 memory[-2:] = part.vector[-2:]  # the loss
 
     def forward(self, microbatch: int, x, keep: bool):
-        """Return the layers' output for input `x`; with `keep`, keep the data for `backward`."""
+        """Return the layers' output for input `x`, which belongs to a microbatch.
+
+        With `keep`, keep what the layers save for `backward` under the number `microbatch`.
+        """
         tape, entered = [], x
         for layer in self.layers:
             x, saved = layer.forward(self.parameters, x)

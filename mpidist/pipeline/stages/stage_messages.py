@@ -9,9 +9,10 @@ receive begins as soon as the stage calls `receive`, which is before the stage n
     sender      layout | data 0 | data 1 | ...
     receiver    waits for the layout, then receives 0; receives of 1, 2, ... begin ahead
 
-Each chunk has one channel (one MPI tag) for arrays of the forward pass and one for arrays of the
-backward pass. Messages between two ranks on the same channel arrive in the order in which they were
-sent. `give_back` lets later receives use the buffers of received arrays.
+Each chunk has one channel for arrays of the forward pass and one for arrays of the backward pass. A
+channel has two MPI tags: one for layouts and one for data. Messages between two ranks on the same
+channel arrive in the order in which they were sent. `give_back` lets later receives use the buffers
+of received arrays.
 """
 
 from __future__ import annotations
@@ -115,7 +116,11 @@ class StageMessages:
         self._free: dict[int, list[np.ndarray]] = defaultdict(list)
 
     def send(self, array, dest: int, channel: int, samples: int) -> list[MPI.Request]:
-        """Begin to send an array, which must not change until it is sent; return its requests."""
+        """Begin to send an array, which must not change until it is sent; return its requests.
+
+        `dest` is the receiving rank, and `channel` is explained at `receive`. `samples` is the
+        number of samples in the array.
+        """
         buffer, shape, strides = to_wire(array)
         layout, memory = ArrayLayout(buffer.dtype.name, shape, strides), buffer.view(np.uint8)
         memory = memory if self.xp is np else memory.get()
@@ -142,8 +147,9 @@ class StageMessages:
         """Begin to receive an array. If its layout is unknown yet, the receive begins later.
 
         The layout (dtype, shape and strides) comes in a message of its own. It is the same for all
-        arrays with the same number of `samples`. `channel` is the MPI tag: each chunk has one for
-        arrays of the forward pass and one for the backward pass.
+        arrays with the same number of `samples`. `channel` is a number from which the MPI tags
+        follow: each chunk has one channel for arrays of the forward pass and one for the backward
+        pass.
         """
         one = Arrival(self, source, channel, samples)
         self._noted[source, channel].append(one)
@@ -151,7 +157,10 @@ class StageMessages:
         return one
 
     def begin_receives(self, source: int, channel: int) -> None:
-        """Begin the receives that `receive` has put off, until an array's layout is unknown."""
+        """Begin the receives that `receive` has put off, in order, as far as layouts are known.
+
+        The receives are those of arrays from the rank `source` on one `channel` (see `receive`).
+        """
         noted = self._noted[source, channel]
         while noted:
             one = noted[0]

@@ -194,7 +194,10 @@ class SumQueue:
 
 
 def is_sent(comm) -> bool:
-    """Return whether sums over `comm` need messages between hosts. The first call is collective."""
+    """Return whether sums over `comm` need messages between hosts.
+
+    The first call for a communicator is collective over its ranks.
+    """
     return comm.size > 1 and topology_of(comm, faked_nodes(comm)).nodes > 1
 
 

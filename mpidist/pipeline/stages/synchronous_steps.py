@@ -42,7 +42,8 @@ class SynchronousSteps:
     def step(self, inputs: dict, labels: dict, sizes, total: int, update) -> tuple[list, float]:
         """Do a step; return the times of its computations, and this rank's share of the mean loss.
 
-        Collective. The sum of all ranks' shares is the mean loss.
+        Collective. `inputs` and `labels` have the arrays of each of this rank's microbatches; the
+        other arguments are those of `Stage.run`. The sum of all ranks' shares is the mean loss.
         """
         stage = self._stage
         one_pass = StagePass(stage, sizes, inputs, labels, total)

@@ -49,7 +49,10 @@ class VersionedChunk(Chunk):
         self._write_into(views)
 
     def forward(self, microbatch: int, x, keep: bool):
-        """Return the output of the layers; note which version of the parameters computed it."""
+        """Return the output of the layers; note which version of the parameters computed it.
+
+        The arguments are those of `Chunk.forward`.
+        """
         if keep:
             self._begun[microbatch] = self.updates
         return super().forward(microbatch, x, keep)
