@@ -217,8 +217,8 @@ class Hosted:
     def load(self, saved: Mapping) -> None:
         """Set this server's part of the model to `saved`, see `ServerShard.load`.
 
-        The number of updates changes, too. Each worker then counts as having pulled the new
-        parameters, so the ages of pushes start at 0 again.
+        The number of updates is also taken from `saved`. Each worker then counts as having pulled
+        the new parameters, so the ages of pushes start at 0 again.
         """
         self.shard.load(saved)
         self.pulled = [self.shard.version] * len(self.pulled)

@@ -248,7 +248,7 @@ def check_momentum(model: str, stale: Stale, optimizer, elsewhere: bool = False)
     """Raise ConfigError if the policy `stale` needs momentum, but the optimizer has none.
 
     `MomentumCorrected` also needs the velocity in host memory of one server. `elsewhere` says
-    whether the velocity is on another server, too, or on a device; then the policy is refused.
+    whether the velocity is also on another server, or on a GPU; then the policy is refused.
     """
     if not stale.corrects:
         return

@@ -299,7 +299,7 @@ class CachedRows:
 
 
 class LookUp:
-    """The rows of one table that one pull names: which are cached, and which servers must send."""
+    """The rows of one table that a pull names: which rows are cached, and which rows are not."""
 
     def __init__(self, table: CachedTable, rows: np.ndarray, *clocks: int):
         self.table, tensor = table, table.tensor
