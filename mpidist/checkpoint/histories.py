@@ -93,9 +93,10 @@ class Histories:
     Attributes
     ----------
     own : dict
-        The step folders (entries) of each history, newest first, committed or not.
+        The step folders (entries) of each history, newest first, whether or not they are committed
+        (complete).
     marks : dict
-        The mark of each history that has one.
+        The mark (the file that says where a history begins) of each history that has one.
     """
 
     def __init__(self, root: int):

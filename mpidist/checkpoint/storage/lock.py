@@ -155,7 +155,8 @@ class RunLock:
 def holder(path: str) -> str:
     """Return the name of the process that holds the lock of the folder `path`, or "".
 
-    The function does not take the lock.
+    The name has the number of the process, its host, and the time at which it took the lock. This
+    function does not take the lock.
     """
     with suppress(OSError), files.folder(path) as root:
         descriptor, _ = files.open_regular(NAME, root)
