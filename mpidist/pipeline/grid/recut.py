@@ -32,7 +32,8 @@ class CutChoice(NamedTuple):
     cuts : list of int
         For each cut, the number of layers before it.
     origin : str
-        "given", "measured" (by rank 0 before the run), "kept" from the last run, or "changed".
+        "given" (by the user), "measured" (by rank 0 before the run), "kept" (from the last run), or
+        "changed" (computed anew at the resume).
     before : list of int or None
         The cuts of the last run, if this run has computed new cuts; otherwise None.
     off : float or None
