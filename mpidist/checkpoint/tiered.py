@@ -246,7 +246,7 @@ class TieredStore(Store):
             self.shared.delete(**given)
 
     def verify(self, step: int | None = None) -> int:
-        """Check every byte of a step in the shared folder. Collective."""
+        """Check every byte of a step in the shared folder, by default of the newest. Collective."""
         return self.shared.verify(step)
 
     def wait(self) -> None:

@@ -57,7 +57,7 @@ def save_drawing(run: SimulatedRun, file: str | Path, title: str = "") -> None:
     """Draw a simulated run into a file: a row for each rank, a bar for each computation.
 
     `run` is the result of `simulate_actions`, and `title` stands above the drawing. If a bar is
-    wide enough, the number of its microbatch stands in it.
+    wide enough, the number of the microbatch stands in the bar.
     """
     ranks = 1 + max((span.rank for span in run.spans), default=0)
     check_drawing(file, ranks)

@@ -208,7 +208,7 @@ def open_regular(name: str, where: int) -> tuple[int, int]:
 def open_for_lock(name: str, where: int) -> int:
     """Open an existing file to lock it.
 
-    The file is opened for writing too, since NFS cannot lock a file that is open only for reading.
+    The file is also opened for writing, since NFS cannot lock a file that is open only for reading.
     """
     return os.open(name, os.O_RDWR | _SAFE, dir_fd=where)
 

@@ -49,7 +49,7 @@ class Work:
     def sources(self) -> list[Source]:
         """For each piece that this rank saves, the index of its array, and its range in that array.
 
-        The range is None if the piece is the whole array or shard.
+        The range is None if the piece is the whole array or the whole shard.
         """
         places = {mark[0]: place for place, mark in enumerate(self._marks)}
         rows = self._share.gives

@@ -229,7 +229,7 @@ class Chunk:
         return [Checked(layer) for layer in self.layers]
 
     def note_loss(self, loss: float) -> None:
-        """Store the loss of a microbatch beside its gradients, so that `add` adds it, too."""
+        """Store the loss of a microbatch beside its gradients, so that `add` also adds the loss."""
         if self.vectors:
             self.vectors[0][-2] = loss
 

@@ -134,7 +134,9 @@ class BackupGate(ConsistencyGate):
         self._finished: set[int] = set()  # workers that have finished the present round
 
     def is_open(self, worker: int) -> bool:
-        """Whether a pull of `worker` is answered now: if the worker is late or at the present step.
+        """Whether a pull of `worker` is answered now.
+
+        It is if the worker is late, or if the worker is at the present step.
         """
         return self.clocks[worker] <= self.round
 

@@ -7,10 +7,10 @@
     server   writes header and parameters, then:        line[ANSWERED] += 1
 
 A line is a cache line with counters (see `node_share`). All models of a group use the same lines.
-To ring means to increase the counter RUNG. A worker waits for the answer, so it rings for one
-message at a time. A message in memory may overtake an earlier message by MPI. So the worker also
-writes how many messages it has sent to the server by MPI, and the server first receives these
-messages.
+To ring means to increase the counter RUNG. A worker waits for the answer before it sends the next
+message, so it rings for one message at a time. A message in memory may overtake an earlier message
+by MPI. So the worker also writes how many messages it has sent to the server by MPI, and the server
+first receives these messages.
 """
 
 from __future__ import annotations
