@@ -83,7 +83,7 @@ class Gradients:
         the arrays in the dict, so keep a reference to the dict and not to the arrays.
     extras : array
         Two extra numbers, such as a loss, which are summed over the ranks together with the
-        gradients. They are at the end of the first vector of gradients.
+        gradients.
     overlapping : bool
         Whether buckets may be sent before `reduce` is called.
 
@@ -94,7 +94,7 @@ class Gradients:
         invalid.
     MismatchError
         On all ranks: the settings differ between the ranks, or the names, shapes, dtypes or order
-        of the parameters differ, or some rank makes another call.
+        of the parameters differ, or some rank is in another collective call than the others.
     ProtocolError
         `ready` or `reduce` was called before `begin`, or `ready` was called more often than `uses`
         allows, or `begin` was called although buckets of the step have been sent.
@@ -365,7 +365,7 @@ class Gradients:
         self._next, self._active = 0, []
 
     def hidden(self) -> float | None:
-        """Return the fraction of the exchange time that overlapped with backward, or None.
+        """Return the fraction of the exchange time that overlapped with the backward pass, or None.
 
         The result is None if the time of an exchange without a backward pass was not measured, as
         on one node, or before the first complete step.

@@ -1,4 +1,4 @@
-"""Store all gradients of one dtype in a 1-D vector; the first vector has two extra numbers.
+"""Store all gradients of one dtype in a 1-D vector; the first vector also has two extra numbers.
 
 [ conv1.w | conv1.b | ... | dense3.b | extras ]   [ gradients of another dtype ]
 """

@@ -23,7 +23,7 @@ PAUSE = 0.0005
 
 
 class Background:
-    """A thread that tests all operations that `push` has started, until `take` is called."""
+    """A thread that lets all operations from `push` make progress, until `take` is called."""
 
     def __init__(self):
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -39,7 +39,7 @@ class Background:
         self._thread.start()
 
     def push(self, begin) -> None:
-        """Call `begin`, which starts an operation and returns a handle that the thread tests."""
+        """Call `begin`, which must start an operation; the thread tests the handle it returns."""
         with self._lock:
             handle = begin()
             running.remove(handle)  # otherwise waits of the main thread would test the handle, too
@@ -47,7 +47,7 @@ class Background:
         self._work.set()
 
     def take(self) -> list:
-        """Stop testing the operations; return their handles, or raise the thread's error."""
+        """Stop testing the operations; return their handles, or raise an error of the thread."""
         self._work.clear()
         with self._lock:
             handles, self._handles = self._handles, []

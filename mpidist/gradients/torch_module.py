@@ -68,8 +68,8 @@ def attach(comm: MPI.Comm, module) -> Attached:
     Raises
     ------
     ConfigError
-        On all ranks: `module` is not a module, has no parameter that requires a gradient, is
-        attached already, or has a parameter without a shape (lazy layers).
+        On all ranks, if `module` is not a PyTorch module, or is attached already. Also if none of
+        its parameters requires a gradient, or if one has no shape (lazy layers).
     MismatchError
         On all ranks: the parameters that require a gradient differ between the ranks in names,
         shapes, dtypes or order.
@@ -78,7 +78,7 @@ def attach(comm: MPI.Comm, module) -> Attached:
 
 
 class Slot:
-    """One parameter of the module, with the memory for its gradient."""
+    """One parameter of the PyTorch module, with the memory for its gradient."""
 
     __slots__ = ("address", "facts", "name", "parameter", "sent", "tensor", "version")
 
@@ -100,7 +100,9 @@ class Slot:
 
 
 class Attached:
-    """An attached module: call `average` after each backward pass, and `close` at the end.
+    """Averages the gradients of one PyTorch module over all ranks; made by `attach`.
+
+    Call the method `average` after each backward pass, and the method `close` at the end.
 
     Attributes
     ----------
@@ -205,10 +207,10 @@ class Attached:
         ------
         ConfigError
             If a weight was passed at the first step but not at this step, or at this step but not
-            at the first step. Also for weights that `md.allreduce` does not accept.
+            at the first step. Also if `md.allreduce` does not accept the weight.
         MismatchError
-            On all ranks: some ranks are in another call, or the ranks have made different numbers
-            of backward passes while gradients were being sent.
+            On all ranks: some ranks are in another collective call than the others, or the ranks
+            have made different numbers of backward passes while gradients were being sent.
         ProtocolError
             The program changed a gradient after backward, although the gradient had already been
             sent.
