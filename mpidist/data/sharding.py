@@ -56,9 +56,9 @@ def shard(
     Parameters
     ----------
     mode : str
-        "file", "record", "grid", "independent" or "auto". If `mode` is "auto", rank 0 prints the
-        chosen mode and the reason on stderr (unless ``MPIDIST_VERBOSE=0`` is set), and every rank
-        writes both to its event log.
+        "file", "record", "grid" or "independent" (see the table at the top of this module), or
+        "auto". If `mode` is "auto", rank 0 prints the chosen mode and the reason on stderr (unless
+        ``MPIDIST_VERBOSE=0`` is set), and every rank writes both to its event log.
     counts : sequence of int
         Number of records in each file. Records are numbered consecutively through all files.
     ranks_of_nodes : sequence of int

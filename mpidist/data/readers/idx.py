@@ -1,8 +1,8 @@
 """Read images and labels in MNIST's IDX format, plain or compressed by gzip.
 
 A file has two zero bytes, a code for the type (8: unsigned byte), the number of dimensions, the
-length of each dimension as a big-endian integer of 4 bytes, and after these the values. A file that
-is longer or shorter than its header says is refused.
+length of each dimension as a big-endian integer of 4 bytes, and after these the values. The
+functions of this module refuse a file that is longer or shorter than its header says.
 """
 
 from __future__ import annotations

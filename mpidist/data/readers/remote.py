@@ -183,7 +183,10 @@ def _there(url: str, target: Path) -> bool:
 def fetch(
     url: str, target: Path, tries: int = 5, wait: float = 1.0, bandwidth: float | None = None
 ) -> None:
-    """Fetch `url` to the file `target`, which appears only when it is complete."""
+    """Fetch `url` to the file `target`, which appears only when it is complete.
+
+    The other arguments have the same meaning as in `local_copy`.
+    """
     if tries < 1:
         raise ConfigError(f"remote: tries is {tries}, expected 1 or more")
     target.parent.mkdir(parents=True, exist_ok=True)
