@@ -148,7 +148,7 @@ def callable_as(program: str) -> str:
 
 
 def quick_start(kind: str, launcher: str, environ: Mapping[str, str]) -> str:
-    """Return a shell command that saves Open MPI's ranks a needless wait, or "".
+    """Return a shell command that saves the ranks of Open MPI a second in MPI_Init, or "".
 
     The command switches off one of Open MPI's transports if all ranks are on one host. The result
     is "" for launchers of other MPI libraries, or if the user has chosen the transports in a

@@ -1,6 +1,7 @@
 """Choose the hosts for an attempt of `mpidist launch`.
 
-A host is used if it can start a program, unless its ranks were the first to fail several times.
+An attempt (start of the program) uses the hosts that can start a program, except hosts whose ranks
+were the first to fail several times.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _NAME = "memory"
 
 
 def make_memory_folder(control: Path) -> Path | None:
-    """Make the folder of a job, and remove the folders of other jobs whose launcher was killed.
+    """Make a job's folder in /dev/shm; remove those of jobs whose `mpidist launch` was killed.
 
     Returns None if this host has no /dev/shm.
     """
@@ -61,10 +61,10 @@ def _own(folder: Path) -> Path:
 def remove_memory_folder(
     job: LaunchedJob, folder: Path | None, well: bool, used: Collection[str] | None = None
 ) -> None:
-    """Remove the folder of a job on all hosts.
+    """Remove a job's folder in /dev/shm, for copies of its state, on all hosts.
 
     `well` says whether the job has finished without an error. If so, its ranks have already removed
-    the folder on the hosts `used`.
+    the folder on the hosts `used`, which are all hosts by default.
     """
     if folder is None:
         return

@@ -125,7 +125,7 @@ class Policy(NamedTuple):
 
 
 class Action(NamedTuple):
-    """The next action. `what` is "relaunch", "requeue" or "end".
+    """The next action of `mpidist launch`: `what` is "relaunch", "requeue" or "end".
 
     A relaunch starts `ranks` ranks after `pause` seconds. For "requeue" and "end", `code` is the
     exit code of `mpidist launch`.
@@ -193,7 +193,7 @@ def left_out(
     there: Sequence[str],
     now: float,
 ) -> list[str]:
-    """Return the hosts that answer, but that the next attempt must not use.
+    """Return the hosts that answer, but that the next start of the program must not use.
 
     A host is left out if its ranks were the first to fail several times within the last hour. The
     host with the most failures is left out first. A host is kept if without it the remaining hosts
