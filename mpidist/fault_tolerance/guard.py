@@ -114,7 +114,7 @@ def guard(
         The ranks combine their flags only at steps whose number is a multiple of `every`.
     deciders : MPI.Intracomm, optional
         The ranks that run the loop and call `should_stop`, if they are not all ranks of `comm`. The
-        other ranks (servers) pass ``MPI.COMM_NULL``, and if the loop was stopped, they raise
+        other ranks (servers) pass ``MPI.COMM_NULL``. If the loop was stopped, these ranks raise
         Stopped at the end of the guard's ``with`` block.
     """
     check = partial(

@@ -38,7 +38,7 @@ def operations() -> list[dict]:
 
 
 def parameter_servers() -> list[dict]:
-    """Return the newest messages of this process between parameter servers and workers.
+    """Return this process's newest operations between parameter servers and workers.
 
     For each operation the result has the seconds since the operation began. ``waiting`` lists the
     operations that have no answer yet. The ``clocks`` of a server (how many steps each worker has

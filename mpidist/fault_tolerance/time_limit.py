@@ -53,7 +53,7 @@ def duration(text: str) -> float | None:
 
 
 def longest_save() -> float:
-    """Return the seconds of the longest save among the newest events of this process."""
+    """Return the seconds of the longest save of a checkpoint in this process's newest events."""
     newest = list(events.recent)  # a copy, because other threads may append meanwhile
     saves = (d.get("seconds", 0.0) for _, kind, d in newest if kind == "checkpoint_saved")
     return max(saves, default=0.0)
