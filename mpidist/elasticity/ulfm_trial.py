@@ -3,7 +3,7 @@
 A launcher may accept ``--with-ft ulfm`` although its MPI library was built without ULFM, or with a
 runtime of another version. So `mpidist launch --elastic` first starts a trial with two ranks. One
 of the two ranks kills itself, and the trial succeeds if the other rank goes on. A success is
-recorded in the cache folder, and then later jobs make no trial.
+recorded in the cache folder, so later jobs make no trial.
 """
 
 from __future__ import annotations
