@@ -23,8 +23,8 @@ class Elastic:
     deadline : "stopped", "auto" or float
         When the other ranks of a node evict (kill) a rank. With "stopped", a rank is evicted after
         it has been stopped for 5 seconds. With a number, a rank is evicted after it has been
-        stopped or late for this number of seconds. With "auto", the number is the time of 20 median
-        steps.
+        stopped for this number of seconds, or has computed for so long while other ranks waited.
+        With "auto", the number is the time of 20 median steps.
     slow : float
         A rank is evicted if it needs this many times as long for a step as the median of the other
         ranks, in the last ten steps and in the ten steps before. 0 switches this off.

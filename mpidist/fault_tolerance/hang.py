@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Hang(NamedTuple):
-    """A hang of the job: ranks that publish no state any more, and ranks that may be the cause."""
+    """A hang: the ranks whose status records do not change, and those that may be the cause."""
 
     absent: list[int]
     suspects: list[int]

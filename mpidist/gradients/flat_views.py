@@ -45,7 +45,7 @@ def allocate(spec: Mapping, xp, rows: tuple[int, ...] = ()) -> tuple[dict, list]
 
     `spec` maps each name to (shape, dtype); the arrays of one dtype are views of one vector.
 
-    With ``rows=(k,)`` each vector gets shape (k, n), not (n,), and each view gets (k, *shape).
+    With ``rows=(k,)`` each vector has the shape (k, n) instead of (n,), and each view (k, *shape).
     """
     views: dict = {}
     vectors: list = []

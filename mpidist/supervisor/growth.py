@@ -125,7 +125,7 @@ class Growth(Generic[W]):
     def call_off(self) -> bool:
         """End the new ranks, so that the old ranks keep the run; return whether this was possible.
 
-        It is too late once the new ranks have taken over.
+        This is not possible any more once the new ranks have taken over the run.
         """
         if self.gone:
             return False

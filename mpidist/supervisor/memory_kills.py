@@ -30,7 +30,7 @@ class MemoryKills:
         self._before = self._own.kills() if self._own else None
 
     def see(self, signs: Sequence[Sign]) -> None:
-        """Find the control groups (cgroups) of the ranks on this host, while their processes exist.
+        """Find the control groups (cgroups) of this host's ranks, while the ranks' processes exist.
 
         `signs` are the heartbeats of the ranks.
         """
