@@ -122,7 +122,7 @@ class Histories:
         return self._committed[entry]
 
     def committed(self, entries: Iterable[Entry]) -> Iterator[Entry]:
-        """Yield the committed step folders (those with a manifest); read each only when needed."""
+        """Yield those step folders of `entries` that are committed (that have a manifest)."""
         return filter(self.is_committed, entries)
 
     def numbers(self) -> Iterator[int]:

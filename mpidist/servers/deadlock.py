@@ -34,9 +34,9 @@ def check_stuck(
 
     This rank waits for messages of `ranks`, and calls this function when it has waited for a while.
     All ranks of the communicator get the same MismatchError, so that no rank waits for ever.
-    ``test()`` says whether the awaited messages have arrived by now (then the other rank may be in
-    its next call already); if so, no error is raised. `context` is mpidist's state for the
-    communicator, and `trail` has the newest requests of this rank, for the error text.
+    ``test()`` says whether the awaited messages have arrived by now (in this case the other rank
+    may already be in its next call); if so, no error is raised. `context` is mpidist's state for
+    the communicator, and `trail` has the newest requests of this rank, for the error text.
     """
     if context.size == 1:
         return

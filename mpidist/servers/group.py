@@ -170,7 +170,7 @@ class ServerGroup(OnlineShares):
             What a worker does if a push has a NaN or an infinity. "raise": it raises an error and
             sends nothing. "drop": it sends a push of 0 samples, which ``client.stats`` counts.
         stale : KeepStale, DropStale, ScaleStale, DelayCompensated or MomentumCorrected
-            What servers do with gradients of old parameters under ASP, SSP and DSSP.
+            What servers do with gradients computed from old parameters under ASP, SSP and DSSP.
         rows : "dense", "lazy", "open" or OpenRows, or mapping of name to these
             "dense": an update changes all rows of a tensor, with gradient zero in rows that no push
             names. "lazy": only the named rows change, with the same result if ``optimizer.rows`` is

@@ -156,8 +156,8 @@ def selection_words(selection: Any) -> int:
     """Return the number by which a header describes the selection of a push or a pull.
 
     For an array it is the number of its int64 words, and for None (all tensors of the server) it is
-    -1 (`ALL`). For PIECES, STREAM or MEMORY (-2, -3 and -4, three ways to send a large push), it is
-    this number itself.
+    -1 (`ALL`). For PIECES, STREAM or MEMORY (-2, -3 and -4, three ways to send a large push), the
+    result is `selection` itself.
     """
     if isinstance(selection, np.ndarray):
         return selection.size

@@ -305,7 +305,7 @@ class ServerShard:
     def update_part(
         self, gradients: Mapping, state: dict, parameters: dict[str, np.ndarray], weight: float
     ) -> None:
-        """Let the optimizer update ranges of parameters and state; do not count it as an update."""
+        """Let the optimizer update ranges of parameters and state; do not count the update."""
         extra = {"weight": weight} if self._weighs else {}
         self.optimizer.update(gradients, state, parameters, **extra)
 

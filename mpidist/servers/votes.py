@@ -12,9 +12,9 @@ pushes, and the other servers apply them, too (`settle`). If no server has appli
 workers repeat the step. A vote is a message of 16 bytes from each server to each other server.
 
 A run may also keep a copy of each server's shard (its part of a model) on the next server, see
-`replicas`. Then a server votes only after it has also received the gradients of the clock for its
-copy. So if a server dies, and the others apply the pushes of a clock, the same update can be made
-in the copy of the dead server's shard.
+`replicas`. In this case a server votes only after it has also received the gradients of the clock
+for its copy. So if a server dies, and the other servers apply the pushes of a clock, the same
+update can be made in the copy of the dead server's shard.
 """
 
 from __future__ import annotations

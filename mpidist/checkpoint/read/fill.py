@@ -72,7 +72,7 @@ class Filling:
         arrays, and sends this part to all other ranks.
     rank, ranks : int
     room : array, optional
-        Buffer for messages with several small arrays; by default none is kept.
+        Buffer for messages with several small arrays; by default a new buffer is made.
     """
 
     def __init__(

@@ -82,13 +82,14 @@ class Wish(NamedTuple):
 class FoundStep(NamedTuple):
     """A step that all ranks try to read, as rank 0 describes it.
 
-    tensors, extras : the content of the step.
-    common : numbers of the tensors that all ranks want whole. Each rank reads a part of these
+    tensors, extras : the descriptions of the arrays of the step, and its other values. common :
+    numbers of the tensors that all ranks want whole. Each rank reads a part of these
         tensors, and broadcasts this part.
     ends : for each batch of tensors, the number of its last tensor, plus 1. The arrays of a batch
         are filled together.
     large : whether some rank needs much memory for its read plan, or temporary host memory for
-        arrays on devices. The ranks then agree that no rank lacks memory before they read.
+        arrays on devices. If `large` is true, the ranks agree before they read that no rank lacks
+        memory.
     found : the positions of all pieces (stored parts of arrays), or None if each rank must ask
         for the pieces that it wants.
     """

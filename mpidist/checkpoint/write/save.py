@@ -272,9 +272,9 @@ def begin(
 ) -> Save:
     """Begin a save of `state`.
 
-    `place` has what the store needs for saves, and `planner` plans which rank writes what. The
-    function `check` returns the number of the step. Collective over `comm`. If `copy` is true, copy
-    this rank's part of the state now, so that the caller may change the state.
+    `place` is the folder of the store with its options for saves, and `planner` plans which rank
+    writes what. The function `check` returns the number of the step. Collective over `comm`. If
+    `copy` is true, copy this rank's part of the state now, so that the caller may change the state.
     """
     save = Save(comm, place)
     try:

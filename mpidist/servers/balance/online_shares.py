@@ -72,11 +72,11 @@ class OnlineShares:
         Raises
         ------
         ConfigError
-            On all ranks, and the group can go on with the old shares. A share is not a finite
-            number of at least 0, a server does not exist, or there is too little memory. Or a model
-            has an open table (whose rows are made by pushes). Or the state of an optimizer has an
-            array that is neither a scalar nor of the shape of its parameter. Or, in an elastic run
-            of `md.train`, the call names other servers or a share of 0.
+            On all ranks, and the group can go on with the old shares. The possible reasons: a share
+            is not a finite number of at least 0; a server does not exist; there is too little
+            memory; a model has an open table (whose rows are made by pushes); the state of an
+            optimizer has an array that is neither a scalar nor of the shape of its parameter; in an
+            elastic run of `md.train`, the call names other servers or a share of 0.
         MismatchError
             On all ranks, and the group can go on with the old shares. The arguments differ between
             workers.
@@ -99,8 +99,8 @@ class OnlineShares:
             each model that it holds now. ``busy_seconds``: the seconds in which it received
             requests, made updates or wrote answers. ``bytes_in``, ``bytes_out``: the bytes of
             requests and of answers. ``pushes``, ``pulls``: the numbers of requests with a push and
-            with a pull. ``rows``: how many rows of tables the requests for single rows have named;
-            a row counts again in each request.
+            with a pull. ``rows``: how many table rows the requests for single rows have named; a
+            row that several requests name counts several times.
         """
         return self._with_servers("load", None)
 

@@ -23,8 +23,8 @@ class ServerLoad:
         The numbers of requests with a push and with a pull, including requests that name no tensor
         of this server.
     rows : int
-        How many rows of tables the requests for single rows have named; a row counts again in each
-        request.
+        How many table rows the requests for single rows have named; a row that several requests
+        name counts several times.
     """
 
     busy_seconds: float = 0.0
@@ -45,7 +45,8 @@ class ServerLoad:
 
         `header` is the header of the request. `pushed` and `pulled` list the tensors or rows.
         `whole` is all that the server holds of the model. Gradients that follow in further
-        messages, or that the server reads in other memory, are counted here, too.
+        messages, or that the server reads in shared memory or in the memory of the worker, are
+        counted here, too.
         """
         self.bytes_in += header.total + whole.nbytes * (header.push_words in (STREAM, MEMORY))
         self.bytes_out += whole.nbytes * (header.pull_words == STREAM)

@@ -28,11 +28,11 @@ def needed(
     each other), and the answers that are being sent. With `pulled`, a copy of the parameters for
     each worker is added.
 
-    A server may answer each piece (range of bytes) of a push as soon as the piece has arrived. Then
-    `ahead` is the number of bytes of a worker's pieces that are on the way at the same time, and no
-    whole push is counted. A server needs more memory than the returned number if workers push only
-    some tensors or rows, or call `push` without a pull. A change to another mode may also need more
-    memory.
+    A server may answer each piece (range of bytes) of a push as soon as the piece has arrived. In
+    this case `ahead` is the number of bytes of a worker's pieces that are on the way at the same
+    time, and no whole push is counted. A server needs more memory than the returned number if
+    workers push only some tensors or rows, or call `push` without a pull. A change to another mode
+    may also need more memory.
     """
     copies += workers * pulled
     if ahead is not None and ahead < shard:

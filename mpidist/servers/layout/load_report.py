@@ -17,7 +17,7 @@ def group_facts(
 ) -> dict[str, Any]:
     """Return a dict with the shares of the servers and the bytes of the models on each server.
 
-    It is the part of `ServerGroup.report` that is equal on all ranks.
+    The dict is the part of `ServerGroup.report` that is equal on all ranks.
     """
     models = {
         name: {"bytes": layout.bytes_of_all(), "imbalance": layout.imbalance}

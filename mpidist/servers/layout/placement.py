@@ -43,8 +43,8 @@ class Piece(NamedTuple):
 class RowPolicy(NamedTuple):
     """How a table is updated and divided between servers, from the arguments of `ServerGroup.add`.
 
-    `rows` and `spread` are the words that `ServerGroup.add` explains. `open` has the arguments of
-    `OpenRows`, if the table has ``rows="open"``.
+    `rows` and `spread` are the arguments that `ServerGroup.add` explains. `open` has the arguments
+    of `OpenRows`, if the table is open (its rows are made when they are first pushed).
     """
 
     rows: str = "dense"
@@ -108,7 +108,10 @@ class ServerLayout(NamedTuple):
 
     @property
     def imbalance(self) -> float:
-        """The largest ratio of a server's bytes to its share of all bytes; 1.0 means balance."""
+        """The largest ratio of a server's bytes to its share of all bytes.
+
+        1.0 means that each server holds just its share.
+        """
         loads = self.bytes_of_all()
         total = sum(loads)
         if not total:
@@ -135,12 +138,12 @@ def place_tensors(
     Parameters
     ----------
     specs : mapping
-        Name to (shape, dtype).
+        Name of each tensor -> (shape, dtype).
     servers : int or sequence of float
         Number of servers, at least 1, with equal shares; or the share of each server. A server with
         share 0 holds nothing.
     policies : mapping, optional
-        Name to `RowPolicy`.
+        Name of a tensor -> its `RowPolicy`.
     """
     shares = [1.0] * servers if isinstance(servers, int) else list(servers)
     whole = sum(shares)

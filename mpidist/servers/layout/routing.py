@@ -44,7 +44,7 @@ class ShardPart(NamedTuple):
         return np.asarray(self.rows) - self.piece.start // width
 
     def with_local_rows(self, layout: ServerLayout, rows: np.ndarray) -> ShardPart:
-        """Return a part with other rows of the same piece, counted from the piece's first row."""
+        """Return a part with the given rows of the same piece, counted from its first row."""
         width = max(1, layout.tensors[self.piece.tensor].width)
         return self._replace(rows=rows + self.piece.start // width)
 
@@ -161,7 +161,7 @@ class WholeParts(list):
     """Pairs (part, gradient) of a message with all tensors of one server.
 
     The object is kept together with the memory of the message, because later messages use the same
-    memory. `gradients` is a dict of the same arrays, once `ServerShard.merge` has made this dict.
+    memory. `gradients` is None until `ServerShard.merge` has made a dict of the same arrays for it.
     """
 
     __slots__ = ("gradients",)

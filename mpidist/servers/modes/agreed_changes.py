@@ -51,7 +51,7 @@ def decode_mode(text: bytes) -> Consistency:
 
 
 class Asked:
-    """A change of the mode or the optimizer in one clock, and which workers have requested it."""
+    """A change of mode or optimizer in one clock (step), and the workers that have requested it."""
 
     def __init__(self, text: bytes):
         self.text, self.workers = text, set[int]()
@@ -107,7 +107,7 @@ class AgreedChanges:
         asked.workers.add(worker)
 
     def due(self) -> list[Action]:
-        """Return the actions by which a server takes an optimizer that all workers have requested.
+        """Return the actions that give a server the optimizers that all workers have requested.
 
         Workers that have left the model are not waited for.
         """

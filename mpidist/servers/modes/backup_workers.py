@@ -12,7 +12,8 @@ that it is not late in all later rounds, too. The pull of a worker that is not l
 its round is done. So every applied gradient was computed from the newest parameters.
 
 With several servers, the pushes may arrive in another order on each server. Therefore the first
-server decides for all servers, and sends each of its decisions to the others, in their order:
+server decides for all servers which pushes count, and sends its decisions to the other servers, in
+the order in which it makes them:
 
     first server   close round 4 with workers 0, 2 | worker 0 enters 5 | worker 2 enters 5 | ...
     other server   waits until it has the pushes of 0 and 2, applies them; answers 0; answers 2
@@ -49,9 +50,10 @@ class BackupWorkers(Consistency):
 
     With n workers, the first ``n - count`` pushes of a step make one update by the weighted mean of
     their gradients. Later pushes of the step are counted but not applied, and their workers
-    continue with the present step: ``client.finished`` then grows by more than 1. If fewer than
-    ``n - count`` workers are left, a step waits for all of them. Which workers are late depends on
-    their speed, so two runs do not end with the same bits. ``BackupWorkers(0)`` equals BSP.
+    continue with the present step, so that their ``client.finished`` (the number of finished or
+    skipped steps) grows by more than 1. If fewer than ``n - count`` workers are left, a step waits
+    for all of them. Which workers are late depends on their speed, so two runs do not end with the
+    same bits. ``BackupWorkers(0)`` equals BSP.
 
     Chen et al., "Revisiting distributed synchronous SGD", 2016, arXiv 1604.00981.
 
@@ -169,7 +171,7 @@ class BackupGate(ConsistencyGate):
     def pull(self, worker: int, item: Any = None) -> list[Action]:
         """Record that `worker` asks for the parameters of its present step.
 
-        `item` is the pull. Returns the actions (updates and answers) that it allows.
+        `item` is the pull. Returns the actions (updates and answers) that the pull allows.
         """
         self._present(worker, "pull")
         if self.entered[worker] == self.clocks[worker]:

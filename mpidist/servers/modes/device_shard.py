@@ -6,9 +6,10 @@
     device    gradients --> update of parameters and optimizer state
 
 The optimizer's state and a copy of the parameters are CuPy arrays. So the update is made on the
-GPU, and the state takes no memory of the host. The parameters are also on the host, because answers
-are messages, or workers read them in shared memory. So an update copies the gradients to the device
-and the new parameters back. The gradients of several workers are added on the host.
+GPU, and the state takes no memory of the host. The parameters are also on the host, from where the
+server sends them to workers, or where workers read them in shared memory. So an update copies the
+gradients to the device and the new parameters back. The gradients of several workers are added on
+the host.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class DeviceShard(ServerShard):
     """The part of one model that one server holds, updated on the GPU of this rank.
 
     `local_rank` is this rank's number on its host. The rank uses GPU number ``local_rank % n`` if
-    it sees n GPUs. The other arguments are those of a `ServerShard` without `memory`.
+    it sees n GPUs. The other arguments are those of a `ServerShard`, except `memory`.
     """
 
     def __init__(

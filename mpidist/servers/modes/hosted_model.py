@@ -128,9 +128,9 @@ class Hosted:
         """Replace this server's part of the model, after a change of shares in an elastic run.
 
         `shard` is the new part of this server. `copy` is its new copy of another server's part, or
-        None without copies. The age of a worker's newest pull (the updates made since then) is the
-        same as before the change. The copies of pulled values (`DelayCompensated`) become the
-        present values.
+        None if servers keep no copies. The age of a worker's newest pull (the updates made since
+        then) is the same as before the change. The copies of pulled values (`DelayCompensated`)
+        become the present values.
         """
         ages = [self.shard.version - seen for seen in self.pulled]
         self.shard, self.copy = shard, copy

@@ -51,8 +51,8 @@ class ModelChanges:
     def end(self) -> None:
         """Free the memory of a failed group's models.
 
-        The group's `Link` may have to be kept, because MPI may still use its buffers. It then no
-        longer refers to this memory.
+        The group's `Link` may have to be kept, because MPI may still use its buffers. The `Link`
+        then no longer refers to this memory.
         """
         link = self._link
         link.background, link.models, link.trail.about = nothing, [], None

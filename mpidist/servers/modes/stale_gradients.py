@@ -68,7 +68,7 @@ class Stale:
         return 1.0, 1.0
 
     def compensated(self, gradient: np.ndarray, now: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """Return the gradient to apply in place of `gradient`, which is of old parameters.
+        """Return the gradient to apply in place of `gradient`, computed from old parameters.
 
         `now` are the present parameters, and `before` are the parameters that the worker had
         pulled.

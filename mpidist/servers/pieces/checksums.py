@@ -8,7 +8,8 @@
 The checksum is `zlib.crc32`. The CRC-32C of network cards would need a further package, and both
 checksums find every change of up to 32 consecutive bits. Memory that ranks of one host share is not
 checked: no message is sent, and this memory is as safe as that of the model's arrays. Messages of a
-few words are not checked: decisions and votes of servers, notices of failures, and sums for norms.
+few words are not checked: notices of failures, sums for norms, and the messages by which servers
+agree on which pushes they apply.
 """
 
 from __future__ import annotations
@@ -67,9 +68,7 @@ class Checksums:
     def check(self, buffer: np.ndarray, header: Any, source: int, tag: int) -> None:
         """Raise ProtocolError if a message from rank `source` has changed on the way.
 
-        `buffer` has the whole message, and `header` is its header.
-
-        `tag` is the message's MPI tag, which contains the first tag of the group.
+        `buffer` has the whole message, `header` is its header, and `tag` is its MPI tag.
         """
         given = _SUM.unpack_from(buffer.data, _AT)[0]
         found = _crc32(buffer[CHECKED_FROM : header.total])

@@ -119,7 +119,8 @@ class PieceSends:
     def send(self, memory: np.ndarray, ranks: Sequence[int], pooled: bool = False) -> None:
         """Begin to send the bytes in `memory` to these ranks.
 
-        If `pooled`, the memory is a buffer of the link's pool, and goes back to it after the sends.
+        If `pooled`, the memory is a buffer of the link's pool (buffers that are used again), and
+        goes back to the pool after the sends.
         """
         link = self.link
         link.receiving.add(self)

@@ -97,7 +97,7 @@ class ShardCopies:
     def forward(self, number: int, actions: Sequence[Action]) -> None:
         """Merge the pushes of each update in `actions`, and send the gradients to the next server.
 
-        `number` is the number of the model. `Hosted.apply` then uses the merged gradients, in the
+        `number` is the number of the model. Later `Hosted.apply` uses the merged gradients, in the
         same order.
         """
         model = self._models[number]

@@ -17,7 +17,8 @@ from ..modes.stale_gradients import KeepStale
 class RowCache:
     """How many rows of each table a worker caches, and for how many steps: see `ServerGroup.add`.
 
-    A pull then asks the servers only for rows that the worker does not have, or that are too old.
+    With a cache, a pull asks the servers only for rows that the worker does not have, or that are
+    too old.
 
     Parameters
     ----------

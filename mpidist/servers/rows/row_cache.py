@@ -7,8 +7,9 @@ The cache works like the process cache of SSPTable in Petuum. Each answer says h
 ahead of the slowest worker. So the worker knows the clock c of the slowest worker, and the values
 in the answer have all updates of all workers from the clocks before c. At clock t the worker may
 use these values as long as ``c >= t - bound``, because a pull at clock t would not guarantee more
-updates. (Then the worker may also begin the step without asking any server, because the slowest
-worker has finished clock t - bound - 1.) Under BSP, a worker asks for each row once in each clock.
+updates. (In this case the worker may also begin the step without asking any server, because the
+slowest worker has finished clock t - bound - 1.) Under BSP, a worker asks for each row once in each
+clock.
 
 A worker always sees its own pushes. If an update depends only on the gradient, as with `sgd` and a
 constant learning rate, the worker applies its pushes to its cached rows. Otherwise it drops these

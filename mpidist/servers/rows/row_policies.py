@@ -82,9 +82,9 @@ def check_row_optimizer(model: str, policies: Mapping[str, RowPolicy], optimizer
 def check_open_tables(asked, policies: Mapping[str, RowPolicy]) -> None:
     """Raise ConfigError if a model has open tables, but its policy `stale` does not allow them.
 
-    A policy that needs copies of pulled parameters does not, since servers keep no copies of open
-    tables. `asked` has the arguments of `ServerGroup.add`, and `policies` the `RowPolicy` of each
-    tensor.
+    A policy that needs copies of pulled parameters does not allow open tables, because servers keep
+    no copies of these tables. `asked` has the arguments of `ServerGroup.add`, and `policies` the
+    `RowPolicy` of each tensor.
     """
     tables = [name for name, policy in policies.items() if policy.rows == "open"]
     if tables and asked.stale.compensates:

@@ -29,8 +29,8 @@ class TableUpdate:
     name : str
         "add" or "assign".
     replaced : object
-        The optimizer that the user has also given, or None. It is an error to give both, which
-        `check_update` raises.
+        The optimizer that the user has also given, or None. An optimizer together with `update` is
+        an error, which `check_update` raises.
     """
 
     elementwise, rows = True, "exact"

@@ -46,7 +46,7 @@ def finite_test(view: np.ndarray) -> Callable[[], bool]:
 
 
 class BoundExchange:
-    """The request of a push_pull to one server and its answer, in buffers that all calls use."""
+    """One push_pull with one server: its request and its answer, in buffers that all calls use."""
 
     by_messages = True
 
@@ -134,7 +134,8 @@ class BoundPushPull:
     link : Link
     layout : ServerLayout
     make : sequence of callable
-        For each server, a function of flat gradients and results that returns a `BoundExchange`.
+        For each server, a function that takes the flat gradients and the flat arrays for the new
+        parameters, and returns a `BoundExchange`.
     gradients, out : mapping of str to ndarray
         C-contiguous arrays of all tensors, in the dtypes of the tensors.
     """
@@ -164,7 +165,10 @@ class BoundPushPull:
         self._number, self._nbytes = len(sent), sum(sent)
 
     def fits(self, gradients: Any, out: Any) -> bool:
-        """Whether these are the remembered arrays, with unchanged shapes, strides and dtypes."""
+        """Whether the arguments are the remembered arrays.
+
+        The shapes, strides and dtypes of the arrays must be unchanged, too.
+        """
         try:
             if not len(gradients) == len(out) == len(self._arrays):
                 return False
@@ -186,7 +190,7 @@ class BoundPushPull:
         return True
 
     def pack(self) -> bool:
-        """Copy the gradients into the requests; return whether all values are finite."""
+        """Copy the gradients into the requests; return whether all gradients are finite."""
         for one in self._exchanges:
             for view, gradient in one.packs:
                 view[...] = gradient
@@ -208,8 +212,8 @@ class BoundPushPull:
         """Send the gradients that `pack` has copied, and receive the answers.
 
         `name` is the name of the model, and the other arguments are fields of the header of each
-        request. Returns the seconds waited, and the headers of the answers in the order of the
-        servers.
+        request. Returns the seconds that this rank has waited for the answers, and the headers of
+        the answers in the order of the servers.
         """
         link = self._link
         count = -1 if samples is None else samples
@@ -246,11 +250,11 @@ class BoundPushPull:
 def bind(
     link: Link, shards: Sequence[WholeShard], make: Sequence[Callable], gradients: Any, out: Any
 ) -> BoundPushPull | None:
-    """Return a `BoundPushPull` of these arrays, or None if it cannot be used with them.
+    """Return a `BoundPushPull` of `gradients` and `out`, or None if the arrays do not suit it.
 
-    It can be used for a small model, and C-contiguous NumPy arrays of the model's dtypes for all
-    tensors. `shards` has each server's part of the model, and `make` has, for each server, a
-    function of flat gradients and results that returns a `BoundExchange`.
+    A `BoundPushPull` needs a small model, and C-contiguous NumPy arrays of the model's dtypes for
+    all tensors. `shards` has each server's part of the model, and `make` is the argument of
+    `BoundPushPull` with this name.
     """
     layout = shards[0].layout
     sizes = [HEADER_BYTES + shard.nbytes for shard in shards]

@@ -1,10 +1,11 @@
 """A faster update for gradients that stay in the same memory: their arrays are looked up once.
 
 Gradients are often in the same memory as in an earlier update: the shared memory of a worker of
-this host, a buffer of the pool, or the sum of all pushes of a clock. In a small model, looking up
-the arrays of an update takes longer than its arithmetic. So an object with such gradients keeps a
-bound update, a function of the optimizer that already knows all arrays, see `optim.Optimizer`. A
-user's optimizer has no bound updates, so each of its updates looks up the arrays.
+this host, a message buffer that the rank uses again, or the sum of all pushes of a clock (a step).
+In a small model, looking up the arrays of an update takes longer than its arithmetic. So an object
+with such gradients keeps a bound update, a function of the optimizer that already knows all arrays,
+see `optim.Optimizer`. A user's optimizer has no bound updates, so each of its updates looks up the
+arrays.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def kept_with(parts: Any, gradients: dict[str, Any]) -> dict[str, Any]:
 def same_again(before: BoundGradients, gradients: dict[str, Any]) -> BoundGradients:
     """Return `before` if it has the arrays of `gradients`; otherwise a new `BoundGradients`.
 
-    So an update that `before` remembers for its arrays can be made again.
+    If `before` is returned, the update function that it remembers can be used again.
     """
     same = before.keys() == gradients.keys()
     if same and all(map(is_, before.values(), gradients.values())):

@@ -37,7 +37,8 @@ class ServerCall(NamedTuple):
     known : collection of int
         Numbers of the servers that already have the push.
     gradients, out : mapping or None
-        The same arrays as in `pushes` and `flat`, if they may be sent in pieces.
+        The arrays of `pushes` and of `flat`, if they may be sent and received in pieces; otherwise
+        None.
     """
 
     flags: int
@@ -99,7 +100,7 @@ class ServerAnswer:
         return self._stream is None or self._stream.handed
 
     def test(self) -> bool:
-        """Whether the request is sent and the answer is here; sends and receives more if not."""
+        """Send and receive more; return whether the request is sent and the answer is here."""
         if isinstance(self._stream, NodeClientStream):
             return self._stream.is_here(self._incoming)
         return (self._stream is None or self._stream.progress()) and self._incoming.test()

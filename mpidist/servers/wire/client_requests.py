@@ -88,15 +88,16 @@ class ClientRequests:
         How many updates each server had made when it sent its newest answer.
     clock, entered, pushed : int
         The number of steps that the worker has finished; the newest step in which the servers have
-        answered a pull; and the step of the newest push. -1 for none.
+        answered a pull; and the step of the newest push. `entered` and `pushed` are -1 if there is
+        no such step.
     note : tuple of two int
-        Two integers that the next request carries to the first server. When it is sent, both
-        integers are set to zero.
+        Two integers that the next request carries to the first server. When this request is sent,
+        both integers are set to zero.
     queue : Counter
         For each number n: how often a server that received a request of this worker had messages of
         n workers to handle.
     started : bool
-        Whether a message has been sent.
+        Whether this worker has sent a message to a server of the model.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class ClientRequests:
         `pull` is None for all that the server holds. `pushes` or `pull` are PIECES or STREAM if the
         data are sent in pieces of their own, or are in shared memory. `pushes` may also be an array
         with the addresses of gradients in the memory of this rank, where the server then reads
-        them. The message belongs to the clock that is `ahead` clocks after the present one.
+        them. The message belongs to the clock (step) that is `ahead` clocks after the present one.
 
         Returns the record of this message in `Link.trail` (the requests sent and served); the
         record is marked as open (unfinished) if the message asks for an answer.
@@ -278,7 +279,7 @@ class ClientRequests:
         """Send a request to each server that must answer, and receive the answers into `results`.
 
         Servers in `known` already have the push. Returns the headers of the answers, and the
-        seconds waited.
+        seconds that this rank has waited for them.
         """
         flat, finish = self._names.targets(wanted, results)
         gradients = whole_push(self.layout, pushes, flat) if self._has_pieces else None

@@ -73,7 +73,7 @@ def node_ranks(comm, servers: Sequence[int], workers: Sequence[int]) -> NodeRank
 
 
 def count_shared(link: Link, nbytes: int) -> None:
-    """Count `nbytes` bytes that this rank writes into memory that it shares with another rank."""
+    """Add `nbytes` to the counts of bytes that this rank has written into shared memory."""
     link.counters.shared_bytes += nbytes
     events.total.shared_bytes += nbytes
 
@@ -104,7 +104,7 @@ class NodePair(NamedTuple):
 
 
 class NodeShare:
-    """The shared memory of one model on one host. Collective over the ranks of the host.
+    """The shared memory of one model on one host. All ranks of the host make it together.
 
     Parameters
     ----------
@@ -182,7 +182,7 @@ class NodeShare:
         return self._pairs[worker, server]
 
     def parameters(self, server: int) -> dict[int, np.ndarray]:
-        """Return the memory of a server's parameters by the number of the tensor.
+        """Return a dict: number of a tensor -> what `server` holds of it, in shared memory.
 
         The dict is empty if the parameters of `server` are not in shared memory.
         """

@@ -18,8 +18,8 @@ stops waiting for it: the server says so in its own line, and sends a copy of th
 version in messages. After each piece, the worker looks whether the server has stopped waiting. If
 so, the piece that it has just copied may be a mixture of two versions, and the worker takes the
 piece from the message instead. A worker may copy its last piece just when the server stops waiting.
-Therefore the worker and the server each first write their own line, and then read the other's line
-(`fence`).
+Therefore the worker and the server each first write their own line, and then read the other's line;
+the function `fence` keeps this order.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class NodeReaders:
         """Return whether an update may begin now, because no worker is copying parameters.
 
         If a worker has copied nothing for a while, the server stops waiting for it, and `pulls`
-        sends the pieces that the worker lacks in messages. The caller must keep the parts of this
-        version that are not sent yet, see `PullStreams.keep`.
+        sends the pieces that the worker lacks in messages. Before the update, the caller must copy
+        the parts of the present version that are not sent yet, see `PullStreams.keep`.
         """
         left = {
             rank: pair.answered[ALLOWED] - pair.rung[COPIED]

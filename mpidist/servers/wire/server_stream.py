@@ -210,7 +210,8 @@ class StreamedUpdate:
     pieces : ShardPieces
         The server's parameters, cut into pieces.
     pushes : sequence of (share, PushStream or parts)
-        The pushes in the order of the workers, each with its share (its weight in the mean).
+        The pushes in the order of the workers, each with its share (its weight in the mean). A push
+        that came in one message is given as its parts: pairs (`ShardPart`, gradient).
     weight : float
         The weight of the update: the learning rate is multiplied by it.
 
