@@ -211,7 +211,7 @@ class Search:
 def count_removed(path: str, removed: int) -> int:
     """Return `removed` + 1, the number of steps that vanished while they were read.
 
-    Raises CheckpointError if this number is too high.
+    Raises CheckpointError if `removed` is `_MOST_REMOVED`, the largest number allowed.
     """
     if removed == _MOST_REMOVED:
         raise CheckpointError(

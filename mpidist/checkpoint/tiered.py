@@ -10,8 +10,8 @@ which all its nodes hold a copy, which may be newer than any step in the shared 
 has shards, the restarted job may have another number of ranks, and nodes may be missing. If some
 rank has shards, the restarted job must have the same ranks, with the same shards, as the job that
 saved. If there is a new node, or a copy is damaged, the job may have to continue from the shared
-folder. The next steps of the job are then not computed from the copies on the nodes, so the first
-save of the job removes these copies.
+folder. In these cases the next steps of the job are not computed from the copies on the nodes, so
+the first save of the job removes these copies.
 """
 
 from __future__ import annotations

@@ -270,10 +270,11 @@ class ConsistencyGate:
         return behind, len(behind)
 
     def push(self, worker: int, item: Any = None, entered: bool = False) -> list[Action]:
-        """Record one push of `worker` in its present step; return the actions that it allows.
+        """Record one push of `worker` in its present step.
 
-        `item` is the push, which the actions contain. `entered` says whether another server has
-        already answered a pull of the worker in this step.
+        Returns the actions (such as updates and answers) that are allowed now. `item` is the push,
+        which the actions contain. `entered` says whether another server has already answered a pull
+        of the worker in this step.
         """
         clock = self._present(worker, "push")
         if self.pushed[worker] == clock:
@@ -295,7 +296,10 @@ class ConsistencyGate:
         return []
 
     def tick(self, worker: int) -> list[Action]:
-        """Record that `worker` has finished its present step; return the actions that it allows."""
+        """Record that `worker` has finished its present step.
+
+        Returns the actions (such as updates and answers) that are allowed now.
+        """
         self._present(worker, "clock")
         self.clocks[worker] += 1
         return self._released()
@@ -303,14 +307,16 @@ class ConsistencyGate:
     def pull(self, worker: int, item: Any = None) -> list[Action]:
         """Record that `worker` asks for the parameters of its present step.
 
-        `item` is the pull. Returns the actions that it allows.
+        `item` is the pull. Returns the actions (such as updates and answers) that are allowed now.
         """
         self._present(worker, "pull")
         self.waiting[worker] = item
         return self._answers()
 
     def leave(self, worker: int) -> list[Action]:
-        """Record that `worker` has finished training or died; return the actions that this allows.
+        """Record that `worker` has finished training or died.
+
+        Returns the actions (such as updates and answers) that are allowed now.
 
         The other workers no longer wait for `worker`.
         """
@@ -319,10 +325,11 @@ class ConsistencyGate:
         return self._released()
 
     def follow(self, decision: Any) -> list[Action]:
-        """Record a decision that the first server has sent; return the actions that it allows.
+        """Record a decision that the first server has sent.
 
-        It is called only in modes in which the first server decides for all servers which pushes of
-        a step count.
+        Returns the actions (such as updates and answers) that are allowed now. `follow` is called
+        only in modes in which the first server decides for all servers which pushes of a step
+        count.
         """
         raise ProtocolError(f"{self.consistency}: no server decides for the others: {decision}")
 

@@ -138,8 +138,8 @@ class ServerGroup(OnlineShares):
     ) -> Client | None:
         """Add a model to the servers; return its client, or None on a rank that only serves.
 
-        Collective over the group's `comm`. Call it before the first client is used, or in a
-        `pause`: then the workers call `add` after `pause`, and the servers call it in `on_pause`.
+        Collective over the group's `comm`, before the first client is used, or in a `pause`. In a
+        pause, the workers call `add` after `pause`, and the servers call `add` in `on_pause`.
 
         Parameters
         ----------
@@ -223,7 +223,7 @@ class ServerGroup(OnlineShares):
     def remove(self, name: str) -> None:
         """Remove a model, and free its arrays on the servers. Collective over the group's `comm`.
 
-        Call it before the first client is used, or in a `pause`. Calls of its client then fail.
+        Call it before the first client is used, or in a `pause`. Later calls of its client fail.
         """
         self._open()
         with self._changes.changing(f"remove {shown(name)}", self._clients):

@@ -193,7 +193,7 @@ class Link:
     # -- messages ------------------------------------------------------------------------------
 
     def send(self, buffer: np.ndarray, nbytes: int, dest: int, tag: int) -> deque:
-        """Begin to send the first `nbytes` of `buffer`, a buffer of the pool, and return at once.
+        """Begin to send the first `nbytes` bytes of `buffer`, which `MessagePool.take` returned.
 
         Returns the MPI requests that are not complete. The method `reap` removes a request when it
         has completed, and returns the buffer to the pool when all have completed.
@@ -213,7 +213,7 @@ class Link:
         return requests
 
     def reap(self) -> bool:
-        """Give buffers of completed sends back to the pool; return whether all are complete."""
+        """Give buffers of completed sends back to the pool; return whether no send is left."""
         if not self._sending:
             return True
         still, status = [], MPI.Status()

@@ -42,7 +42,7 @@ class KeptModel(NamedTuple):
 
 
 class Request(NamedTuple):
-    """The arguments of `ServerGroup.add` on this rank, and what it has `kept` after a death."""
+    """The arguments of `ServerGroup.add` on this rank, and what the rank `kept` after a death."""
 
     name: str
     model: Mapping

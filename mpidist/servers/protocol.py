@@ -137,8 +137,8 @@ def read_header(buffer: np.ndarray, nbytes: int, rank: int) -> Header:
 def largest(headers: Sequence[Header]) -> tuple[int, int, int, int]:
     """Return four maxima over the headers of some answers.
 
-    They are the nanoseconds that the worker's pull waited for slower workers, how many steps the
-    worker is ahead of the slowest, how many of its pushes were dropped, and the staleness (the
+    The maxima are the nanoseconds that the worker's pull waited for slower workers, how many steps
+    the worker is ahead of the slowest, how many of its pushes were dropped, and the staleness (the
     number of updates since the pull) of its newest applied push.
     """
     if len(headers) == 1:

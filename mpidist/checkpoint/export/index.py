@@ -43,10 +43,11 @@ NAME = "index.h5"
 
 
 def index(path, step: int | None = None, history: int | None = None) -> tuple[int, Path]:
-    """Write the index of a step, by default of the newest good step.
+    """Write the index of a step: an HDF5 file in which each saved array is whole.
 
-    Returns the step and the path of the index. An existing index is replaced. When the step is
-    removed, its index is removed too. Raises the same errors as `mpidist.load`.
+    By default, the step is the newest good step. Returns the step and the path of the index. An
+    existing index is replaced. When the step is removed, its index is removed too. Raises the same
+    errors as `mpidist.load`.
     """
     path = checked_path("path", path)
     entry, _ = load.newest_good(path, step, history, partial(_write, path))

@@ -4,9 +4,9 @@
              "momentum": {"w": Shard(part, (784, 128), (0, 0))},   a piece of a global array
              "step": 1200, "schedule": [0.1, 0.01]}         extras, kept in the manifest
 
-A leaf is a value in the nested dicts that is either not a dict or an empty dict. A checkpoint
-identifies a leaf by its path of dict keys, its dtype and its global shape, but not by the rank that
-held it. The functions here do not use MPI, and nothing is ever pickled.
+A leaf is a value in the nested dicts that is no dict, or is an empty dict. A checkpoint identifies
+a leaf by its path of dict keys, its dtype and its global shape, but not by the rank that held it.
+The functions here do not use MPI, and nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def is_array(leaf) -> bool:
 
 
 def has_array(leaf) -> bool:
-    """Whether `leaf` (a value of a state) is an array or a `Shard`; others are called extras."""
+    """Whether `leaf` (a value of a state) is an array or a `Shard`; else it is an extra."""
     return isinstance(leaf, Shard) or is_array(leaf)
 
 

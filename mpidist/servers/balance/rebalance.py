@@ -7,8 +7,8 @@
 
 By default, a share moves only half of the way from its present value to the share in proportion to
 the speed, because a part of the busy seconds does not depend on the share, and because a
-measurement may be disturbed. The shares change only if the busiest server would then be busy for
-clearly less time than before, so small differences have no effect.
+measurement may be disturbed. The shares change only if the busiest server would be busy for clearly
+less time with the new shares than with the old ones, so small differences have no effect.
 """
 
 from __future__ import annotations

@@ -171,9 +171,9 @@ def balanced_shares(hosts: Sequence[Hashable], workers: Sequence[int]) -> dict[i
     """Return the fractions of a model that ranks serve, so that no host sends more than needed.
 
     The result is a dict of rank to share. Suppose that n hosts have workers and k hosts only serve.
-    Then BytePS (Jiang et al., OSDI 2020) gives each of the k hosts ``2 (n - 1)`` parts of the
-    model, and each of the n hosts ``n - k`` parts. The ranks of a host have equal shares. If n is
-    at most k, only the k hosts serve.
+    In this case BytePS (Jiang et al., OSDI 2020) gives each of the k hosts ``2 (n - 1)`` parts of
+    the model, and each of the n hosts ``n - k`` parts. The ranks of a host have equal shares. If n
+    is at most k, only the k hosts serve.
 
     Parameters
     ----------

@@ -23,8 +23,8 @@ workers have sent before the decision, so servers and workers cannot wait for ea
 circle.
 
 After a server has let a late worker into a round, and before it has written the answer, it may
-close this round. Then the answer already has the update of the round, and the worker's push for the
-round is late and is not applied.
+close this round. In this case the answer already has the update of the round, and the worker's push
+for the round is late and is not applied.
 
 Chen et al., "Revisiting distributed synchronous SGD", 2016, arXiv 1604.00981.
 """
@@ -162,7 +162,10 @@ class BackupGate(ConsistencyGate):
         return self._moved()
 
     def tick(self, worker: int) -> list[Action]:
-        """Record that `worker` has finished its present step; return the actions that it allows."""
+        """Record that `worker` has finished its present step.
+
+        Returns the actions (such as updates and answers) that are allowed now.
+        """
         if self._present(worker, "clock") == self.round:
             self._finished.add(worker)
         self.clocks[worker] += 1
@@ -171,7 +174,7 @@ class BackupGate(ConsistencyGate):
     def pull(self, worker: int, item: Any = None) -> list[Action]:
         """Record that `worker` asks for the parameters of its present step.
 
-        `item` is the pull. Returns the actions (updates and answers) that the pull allows.
+        `item` is the pull. Returns the actions (updates and answers) that are allowed now.
         """
         self._present(worker, "pull")
         if self.entered[worker] == self.clocks[worker]:
@@ -180,7 +183,9 @@ class BackupGate(ConsistencyGate):
         return self._moved()
 
     def leave(self, worker: int) -> list[Action]:
-        """Record that `worker` has finished training or died; return the actions that this allows.
+        """Record that `worker` has finished training or died.
+
+        Returns the actions (such as updates and answers) that are allowed now.
 
         The worker's push of the present step still counts.
         """

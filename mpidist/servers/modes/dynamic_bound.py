@@ -2,9 +2,9 @@
 
 Under SSP(s) a fast worker waits if it is more than s steps ahead. A large s hides the pauses of a
 worker that is otherwise as fast as the other workers. A large bound does not help if one worker is
-always slow: the fast workers reach the bound, too, and until then they compute with old parameters.
-DSSP lets a worker go up to `high` steps ahead if this saves waiting time, and otherwise up to `low`
-steps.
+always slow: the fast workers reach this bound, too, and until they reach it they compute with old
+parameters. DSSP lets a worker go up to `high` steps ahead if this saves waiting time, and otherwise
+up to `low` steps.
 
     low = 1, high = 3     a worker pauses once       others may be up to 3 steps ahead
                           a worker is always slow    others may be up to 1 step ahead, and so
@@ -16,11 +16,12 @@ ahead. If a worker is more than `low` and at most `high` steps ahead, the rule "
 
 median   The worker may go on if the slowest worker is usually about as fast: if the median of the
          slowest worker's last 31 work times is at most twice the worker's own median, or if the
-         mean is at most twice the worker's own mean. Then the slowest worker is only in a pause,
-         which will end. The mean is used because on busy hosts a step may take either 1 or 20 ms,
-         and the median is then 1 or 20 ms by chance. A work time is the time from the answer of a
-         pull to the end of the worker's step. A worker with fewer than 16 work times does not count
-         as slow. The rule is applied again whenever a worker finishes a step.
+         mean is at most twice the worker's own mean. In these two cases the server takes the
+         slowest worker to be only in a pause, which will end. The mean is used because on busy
+         hosts some steps take 1 ms and other steps 20 ms, so that the median is 1 or 20 ms by
+         chance. A work time is the time from the answer of a pull to the end of the worker's step.
+         A worker with fewer than 16 work times does not count as slow. The rule is applied again
+         whenever a worker finishes a step.
 paper    The rule of Zhao et al.: when the fastest worker is `low` steps ahead, the server predicts
          the times of the next pushes of this worker and of the slowest worker from their two newest
          pushes. The server grants the number of further steps, up to ``high - low``, after which

@@ -152,7 +152,7 @@ class Hosted:
     def weight(self, push: Push) -> float:
         """Return the number by which a push multiplies the learning rate of its update.
 
-        This is for modes in which each push makes an update of its own.
+        Only modes in which each push makes an update of its own use this number.
         """
         if self.table is not None:
             return float(push.samples != 0)
@@ -217,8 +217,8 @@ class Hosted:
     def load(self, saved: Mapping) -> None:
         """Set this server's part of the model to `saved`, see `ServerShard.load`.
 
-        The number of updates is also taken from `saved`. Each worker then counts as having pulled
-        the new parameters, so the ages of pushes start at 0 again.
+        The number of updates is also taken from `saved`. From then on each worker counts as having
+        pulled the new parameters, so the ages of pushes start at 0 again.
         """
         self.shard.load(saved)
         self.pulled = [self.shard.version] * len(self.pulled)

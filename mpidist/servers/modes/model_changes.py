@@ -14,7 +14,8 @@ from ..protocol import MessagePool
 class ModelChanges:
     """Decides on one rank of a group whether models may be added or removed at this moment.
 
-    They may be added before the first client is used, and in pauses (see `ServerGroup.pause`).
+    Models may be added and removed before the first client is used, and in pauses (see
+    `ServerGroup.pause`).
 
     Parameters
     ----------

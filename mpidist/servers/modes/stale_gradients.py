@@ -215,8 +215,8 @@ class MomentumCorrected(Stale):
     Parameters
     ----------
     catch_up : bool
-        Whether the gradient also makes up for the repetitions that it has missed. In total it then
-        moves the parameters as far as a gradient that came in time.
+        Whether the gradient also makes up for the repetitions that it has missed. If so, the
+        gradient in total moves the parameters as far as a gradient that came in time.
 
     Raises
     ------
@@ -248,7 +248,8 @@ def check_momentum(model: str, stale: Stale, optimizer, elsewhere: bool = False)
     """Raise ConfigError if the policy `stale` needs momentum, but the optimizer has none.
 
     `MomentumCorrected` also needs the velocity in host memory of one server. `elsewhere` says
-    whether the velocity is also on another server, or on a GPU; then the policy is refused.
+    whether the velocity is also on another server, or on a GPU. If `elsewhere` is true, the policy
+    is refused.
     """
     if not stale.corrects:
         return

@@ -131,7 +131,7 @@ class PieceSends:
             self._sends.append((request, memory if pooled and k == len(ranks) else None))
 
     def reap(self) -> bool:
-        """Give buffers of completed sends back to the pool; return whether all are complete."""
+        """Give buffers of completed sends back to the pool; return whether no send is left."""
         sends = self._sends
         while sends and test_one(sends[0][0], self._status):
             memory = sends.popleft()[1]

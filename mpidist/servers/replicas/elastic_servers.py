@@ -27,8 +27,9 @@ class ElasticServerGroup(ServerGroup):
     moved : int
         How often the servers have got other shares (fractions of the models).
     prepared : Prepared or None
-        While the shares change: what this rank will use when all ranks are ready for the change.
-        After a death, some ranks may already use it, and others not.
+        While the shares change: what this rank will use when all ranks are ready for the change. If
+        a rank dies during the change, some ranks may already use the new shares, and other ranks
+        not.
     """
 
     moved = 0

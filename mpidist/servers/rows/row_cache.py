@@ -1,4 +1,4 @@
-"""A worker's cache of rows: if a kept row is new enough, the worker does not ask servers for it.
+"""A worker's cache of rows: if a cached row is new enough, the worker asks no server for the row.
 
     SSP(2), a worker at clock 7        row 3: has all updates before clock 6    used
                                        row 9: has all updates before clock 4    asked for again
@@ -77,7 +77,7 @@ class CachedTable:
         return places, good
 
     def keep(self, keys: np.ndarray, values: np.ndarray, has: int, came: int, now: int) -> None:
-        """Store rows that were fetched, and drop others if the cache has too many rows.
+        """Store rows that were fetched, and drop other rows if the cache has too many.
 
         The rows have all updates of all workers before the clock (step) `has`, were fetched in the
         clock `came`, and are named by the call number `now`. If there are more rows than
@@ -317,9 +317,9 @@ class LookUp:
     def take(self, has: int, came: int, now: int) -> None:
         """Store the fetched rows in the cache.
 
-        They were fetched in the worker's clock (step) `came`, and have all updates of all workers
-        before the clock `has`. `now` is the number of the call, from which the cache knows which
-        rows were used longest ago.
+        The rows were fetched in the worker's clock (step) `came`, and have all updates of all
+        workers before the clock `has`. `now` is the number of the call, from which the cache knows
+        which rows were used longest ago.
         """
         values = self.fetched.reshape(len(self.absent), self.table.tensor.width)
         self._values[~self.good] = values

@@ -1,8 +1,8 @@
 """Fill the arrays of a server from arrays that any number of servers have saved.
 
 A piece is a part of a tensor: (tensor, first element, 1-D array), or (tensor, rows, 2-D array) if
-the rows of the tensor are dealt to the servers one by one. A piece of either kind can be filled
-from pieces of both kinds.
+the rows of the tensor are dealt to the servers one by one. A piece of one kind can also be filled
+from pieces of the other kind.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@
     due   | update of clock 7, in pieces | answer to 0 | answer to 1 | update of clock 8 | ...
 
 A model's gate (a `ConsistencyGate`) says which updates and answers, called actions, the consistency
-mode allows. From then on until the server has carried out an action, the action is due. An update
-in pieces takes some time, and all later actions wait for its end. An update also waits until MPI
-has sent the answers that it sends directly from the memory of the parameters. This wait is short:
-the workers have received these answers before they send the pushes of the next update. Answers to
-pulls are copied instead (`pull_stream`), so no update waits for them. For workers that copy the
+mode allows. An allowed action is due until the server has carried it out. An update in pieces takes
+some time, and all later actions wait for its end. An update also waits until MPI has sent the
+answers that the server sends directly from the memory of the parameters. This wait is short: the
+workers have received these answers before they send the pushes of the next update. Answers to pulls
+are copied instead (`pull_stream`), so no update waits for them. For workers that copy the
 parameters from shared memory, see `node_stream`.
 """
 

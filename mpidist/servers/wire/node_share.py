@@ -155,7 +155,7 @@ class NodeShare:
         return worker in self._node.workers and server in self._node.servers
 
     def transport(self, rank: int, whole_pushes: str, stale: str) -> str:
-        """Return a text that says how data are sent between `rank` and others; see `Transport`."""
+        """Return a text on how data are sent between `rank` and other ranks; see `Transport`."""
         text, here = "shared memory", self._node
         peers = [*(here.servers if rank in here.workers else ())]
         peers += here.workers if rank in here.servers else ()

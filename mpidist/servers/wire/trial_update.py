@@ -1,8 +1,8 @@
 """Find out whether an optimizer gives the same result if a model is updated piece by piece.
 
 A user's optimizer may count its updates in an attribute, or add arrays to its state in the first
-update. Then updates in pieces would have other results, so servers collect whole pushes for such an
-optimizer before they update.
+update. With such an optimizer, updates in pieces would have other results than updates of the whole
+model, so servers collect whole pushes before they update.
 """
 
 from __future__ import annotations

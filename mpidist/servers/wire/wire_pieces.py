@@ -11,20 +11,20 @@ piece. Each piece is a range of bytes of the data of a whole message (see `routi
 pieces may also be received into a buffer for a whole message. Worker and server cut the same
 layout, so no message needs to name the parts of a piece.
 
-Under BSP a server answers each piece as soon as it has updated the parameters of the piece. Then
-piece k + `WINDOW` of a push is sent only when piece k is answered (`WINDOW` is 4). Without this
-limit, pieces would not save time: the answers, or MPI's own control messages for them, would wait
-behind pieces that MPI has already accepted. The server posts the receives of `WINDOW` pieces of
-each worker in advance, and uses the memory of piece k again for piece k + `WINDOW`. A deadlock is
-impossible: the first unanswered piece is always being sent, and its answer waits only for the same
-piece of the other workers.
+Under BSP a server answers each piece as soon as it has updated the parameters of the piece. A
+worker sends piece k + `WINDOW` of its push only when piece k is answered (`WINDOW` is 4). Without
+this limit, pieces would not save time: the answers, or MPI's own control messages for them, would
+wait behind pieces that MPI has already accepted. The server posts the receives of `WINDOW` pieces
+of each worker in advance, and uses the memory of piece k again for piece k + `WINDOW`. A deadlock
+is impossible: the first unanswered piece is always being sent, and its answer waits only for the
+same piece of the other workers.
 
-In the other modes, a server receives the whole push before it does anything with it. Then piece k +
-`WINDOW` is sent when MPI has sent piece k. A worker sends its pushes to one server after another:
-while it sends to the second server, the first server already answers. Worker number w begins with
-server number w, so that at any time all servers have about the same amount to receive. A deadlock
-is impossible: a push that has begun to arrive waits only for the worker that sends it, and this
-worker sends nothing else before MPI has taken the whole push.
+In the other modes, a server receives the whole push before it answers or updates anything. A worker
+sends piece k + `WINDOW` when MPI has sent piece k. A worker sends its pushes to one server after
+another: while it sends to the second server, the first server already answers. Worker number w
+begins with server number w, so that at any time all servers have about the same amount to receive.
+A deadlock is impossible: a push that has begun to arrive waits only for the worker that sends it,
+and this worker sends nothing else before MPI has taken the whole push.
 
 This module uses no MPI.
 """
