@@ -63,10 +63,11 @@ def save_copy(comm, memory: Path, path: str, step: int, state: Mapping) -> bool:
 def restore_newest(comm, memory: Path | None, store, like: dict, handed: str) -> tuple[dict, bool]:
     """Return the newest state, and whether it is from the copy in memory. Collective.
 
-    If the copy is missing or not newer, the state is read from `store`. `handed` says where the
-    earlier start of the program has left the state for this one: `IN_MEMORY` (in the memory of the
-    host), `IN_STORE` (in the checkpoint store), or "" if it has not said where. Raises NoCheckpoint
-    if there is no state.
+    The state is read from `store` if the copy is missing, or (unless `handed` is `IN_MEMORY`) is
+    not newer than the newest step in `store`. `handed` says where the earlier start of the program
+    has left the state for this one: `IN_MEMORY` (in the memory of the host), `IN_STORE` (in the
+    checkpoint store), or "" if the earlier start has not said where. Raises NoCheckpoint if there
+    is no state.
     """
     if memory is None or not hasattr(store, "let_go"):
         return store.restore(like)[1], False

@@ -98,7 +98,7 @@ def make_private(folder: Path | None) -> None:
 
 
 class MemoryCopies:
-    """Choose steps of a loop, and for each keep a copy of the state in the memory of the nodes.
+    """Keeps copies of the state of some steps of a loop, in the memory of the nodes.
 
     Parameters
     ----------

@@ -35,7 +35,7 @@ _LAYOUT = "mark", "layout"
 
 
 def identity(path: str, make: bool) -> str | None:
-    """Return the run's identity from a shared folder.
+    """Return the run's identity, a random text, from a shared folder.
 
     If the folder has no identity, draw and write one if `make` is true; otherwise return None.
     """
@@ -55,7 +55,7 @@ def identity(path: str, make: bool) -> str | None:
 
 
 def rotate_id(path: str) -> None:
-    """Remove the run's identity from a shared folder, so that the next save draws a new one."""
+    """Remove the run's identity from a shared folder; the next save draws a new random text."""
     with files.folder(path) as root:
         files.remove_file(ID, root)
         files.sync(root)

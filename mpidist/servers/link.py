@@ -48,7 +48,7 @@ _abandoned: set[Link] = set()
 
 
 class GroupCall:
-    """A ``with`` block for a call of a server group, in which only one thread at a time may be.
+    """A ``with`` block for a call of a server group; only one thread at a time may be in a call.
 
     If the call fails after its first message, all ranks are notified that the group has failed.
     """

@@ -230,7 +230,7 @@ class ServerShard:
     def merge(
         self, pushes: Sequence[tuple[float, Parts]], weight: float = 1.0
     ) -> tuple[dict[str, Any], float] | None:
-        """Return the weighted mean of gradients, and the weight of the update, or None.
+        """Return (weighted mean of the gradients, weight of the update), or None.
 
         None means that all weights are 0. A gradient is an array, or a tuple (rows, values). A
         tensor of which updates change only the pushed rows is left out if no push names it. The

@@ -29,7 +29,7 @@ class Common(NamedTuple):
     width: int = 0
 
     def table(self, array: np.ndarray) -> np.ndarray:
-        """Return a server's array of the tensor in the shape to which `old` and `new` apply."""
+        """Return a server's `array` in the shape for which `old` and `new` are indices."""
         return array.reshape(-1, self.width) if self.width else array
 
 

@@ -120,7 +120,10 @@ class ServerLayout(NamedTuple):
         return max(load / (share * total) for load, share in shares if share)
 
     def key(self, piece: Piece) -> str:
-        """Return a piece's name: the tensor's name, and ``@`` and `start` if the tensor is cut."""
+        """Return the name of `piece`: the tensor's name, or ``name@12`` for a part of the tensor.
+
+        The number after ``@`` is the first element of the part in the flattened tensor.
+        """
         tensor = self.tensors[piece.tensor]
         whole = piece.stop - piece.start == tensor.size
         return tensor.name if whole else f"{tensor.name}@{piece.start}"

@@ -139,12 +139,12 @@ def ranks_and_shares(
 ) -> tuple[list[int], list[int], list[float]]:
     """Return the ranks of the servers and of the workers, and the share of each server.
 
-    The share of a server is the fraction of each model that it holds, times any common factor.
-    `servers` is a number of servers, a list of ranks, a dict of rank to share, or "auto" (shares
-    that balance the traffic of the hosts). ``hosts()`` returns the host of each rank; it is called
-    only for "auto". The shares of "auto" balance the traffic of `workers`, by default of the
-    workers that this function returns. Raises ConfigError if the placement is unknown, a rank does
-    not exist, or no worker is left.
+    The share of a server, divided by the sum of all shares, is the fraction of each model that the
+    server holds. `servers` is a number of servers, a list of ranks, a dict of rank to share, or
+    "auto" (shares that balance the traffic of the hosts). ``hosts()`` returns the host of each
+    rank; it is called only for "auto". The shares of "auto" balance the traffic of `workers`, by
+    default of the workers that this function returns. Raises ConfigError if the placement is
+    unknown, a rank does not exist, or no worker is left.
     """
     if servers == AUTO:
         if workers is None:

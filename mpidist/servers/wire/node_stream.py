@@ -206,7 +206,7 @@ class NodeClientStream:
 
     @property
     def handed(self) -> bool:
-        """Whether MPI has all pieces that go in messages, so the next server may be asked."""
+        """Whether MPI has all pieces of the push that are sent in messages."""
         return self._rest is None or self._rest.handed
 
     def is_here(self, incoming: Incoming) -> bool:

@@ -253,7 +253,7 @@ class StreamedUpdate:
         sends.link.count_pieces(number, nbytes, number, nbytes)
 
     def progress(self) -> bool:
-        """Update and answer arrived pieces; return whether all pieces are answered."""
+        """Update and answer the pieces that have arrived; return whether all are answered."""
         here = min((stream.here() for stream in self._streams), default=self._number)
         while self._next < min(here, self._number):
             self._answer(self._next)
