@@ -7,8 +7,8 @@ r"""Histories (branches) of a store: which step continues which, and which histo
     history 2    10                           the newest: `restore`, retention and readers follow it
 
 A save continues the step that the same store object restored or saved last. If a save continues the
-newest step of the newest history, it belongs to that history. A save begins a new history in two
-cases. First, the run went back to an older step, so the save continues a step that is not the
+newest step of the newest history, the save belongs to that history. A save begins a new history in
+two cases. First, the run went back to an older step, so the save continues a step that is not the
 newest. Second, the new step has a lower number than the step that the save continues. A new history
 gets the next free number. A new history branches off at the step that its first save continues. If
 the number of the new step is not higher than the number of the continued step, the history branches

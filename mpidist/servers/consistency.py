@@ -63,7 +63,8 @@ class Consistency:
         Whether the pushes of all workers in one step make one update.
     streams : bool
         Whether a server may apply and answer a large push piece by piece (a piece is a range of its
-        bytes). It may if no worker gets an answer before all workers have sent their pushes.
+        bytes). This is possible if no worker gets an answer before all workers have sent their
+        pushes.
     asks_all : bool
         Whether a worker begins a step only when every server has answered its pull, as in modes in
         which the first server decides when a worker may begin. Otherwise a worker asks only the

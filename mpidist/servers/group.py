@@ -236,7 +236,7 @@ class ServerGroup(OnlineShares):
                 client.forget()
 
     def hosted(self, name: str) -> tuple[Server, Hosted] | None:
-        """Return this rank's `Server` and its part of a model, or None if the rank is no server."""
+        """Return (this rank's `Server`, its part of a model), or None if the rank is no server."""
         return None if self._server is None else (self._server, self._part(self._server, name))
 
     # -- serving, pausing ------------------------------------------------------------------

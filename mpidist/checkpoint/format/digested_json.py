@@ -34,8 +34,7 @@ def encode_digested(body: dict, last: str, more: str = "") -> bytes:
 
     The string `last` is the key of the SHA-256 in the JSON object.
 
-    `more` is JSON text with further keys and values, which is added to the body; it begins with a
-    comma.
+    `more` is JSON text with further keys and values to add to `body`; the text begins with a comma.
     """
     head = (json.dumps(body, separators=(",", ":"), allow_nan=False)[:-1] + more).encode()
     return head + f',"{last}":"{hashlib.sha256(head).hexdigest()}"}}\n'.encode()

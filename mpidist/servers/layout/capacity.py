@@ -1,4 +1,4 @@
-"""Compare the memory that servers need with the memory of their hosts, before it is allocated."""
+"""Before servers allocate memory for a model, compare what they need with what their hosts have."""
 
 from __future__ import annotations
 

@@ -138,14 +138,14 @@ class BackupGate(ConsistencyGate):
     def is_open(self, worker: int) -> bool:
         """Whether a pull of `worker` is answered now.
 
-        It is if the worker is late, or if the worker is at the present step.
+        A pull is answered now if its worker is late, or is at the present step.
         """
         return self.clocks[worker] <= self.round
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
         """Return (workers that have not finished the present step, how many of them must do so).
 
-        The pull of `worker` waits for them.
+        The pull of `worker` waits for these workers.
         """
         working = self._working()
         return working, min(self._needed - len(self._finished), len(working))

@@ -4,8 +4,8 @@
     mode       SSP(3)......    BSP.......      all workers set BSP in clock 2
     waits          of SSP(3)   of BSP
 
-A gate is the state machine that decides this for one model on one server; it uses no MPI. A clock
-is a step of a worker, and a tick is the message that ends it.
+A gate is a state machine that decides for one model on one server when pushes are applied and pulls
+answered. A gate uses no MPI. A clock is a step of a worker, and a tick is the message that ends it.
 
 Each clock has one mode for all workers. The mode decides when the pulls of the clock are answered,
 and when its pushes are applied. All workers set a new mode in the same clock c, and the new mode
@@ -13,10 +13,10 @@ begins with clock c + 1. Each worker sends the new mode to the server before its
 the gate knows the mode of each clock before the first worker comes to this clock, and no worker
 waits for an agreement.
 
-If the pushes of clock c are held, because its mode is BSP or SSP(0), the pulls of clock c + 1 also
-wait until these pushes are applied, even if the new mode would not wait. Otherwise a worker could
-get parameters that lack its own push. So all workers begin the first clock after BSP with the same
-parameters.
+If the pushes of clock c are held, because the mode of clock c is BSP or SSP(0), the pulls of clock
+c + 1 also wait until these pushes are applied, even if the new mode would not wait. Otherwise a
+worker could get parameters that lack its own push. So all workers begin the first clock after BSP
+with the same parameters.
 
 A change of the mode does not affect waiting pushes and pulls: no push is lost or applied twice. In
 every order of events, no worker is further ahead of the slowest worker than the mode of its clock

@@ -61,7 +61,7 @@ class ModelChanges:
 
     @contextmanager
     def changing(self, doing: str, clients: Sequence[Any]) -> Iterator[None]:
-        """Context manager for adding or removing a model: this rank answers no requests in it.
+        """Context manager for adding or removing a model; in it, this rank answers no requests.
 
         `doing` names the call for error texts. `clients` are the clients of this worker. Raises
         ProtocolError if models may not be added or removed at this moment.

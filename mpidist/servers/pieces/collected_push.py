@@ -104,8 +104,8 @@ class Arrivals(dict):
     def has_room(self, nbytes: int) -> bool:
         """Whether the server may receive the pieces of another push, of `nbytes` bytes, now.
 
-        It may if the buffers of all arriving messages together stay below a limit, or if no other
-        push in pieces is arriving.
+        The server may do so if the buffers of all arriving messages together stay below a limit, or
+        if no other push in pieces is arriving.
         """
         alone = not any(getattr(message, "arrives", False) for message in self.values())
         return alone or self.nbytes + nbytes <= capacity.ROOM_BYTES

@@ -78,7 +78,7 @@ class Held:
     def count(self, server: int, worker: int, clock: int) -> None:
         """Record that the push of `worker` in the step `clock` is applied.
 
-        It is applied to what this rank holds of the part of server number `server`.
+        The push is applied to what this rank holds of the part of server number `server`.
         """
         is_copy = server != self.index
         (self.copied if is_copy else self.clocks)[worker] = clock + 1
@@ -92,9 +92,9 @@ class Held:
 class Holder(NamedTuple):
     """The rank that sends an old server's part of the model to others after a death.
 
-    It is the rank of that server, if the server lives, and otherwise the rank of the server with
-    the copy (`is_copy`). `clocks` has, for each worker, the number of its steps whose pushes are
-    applied to what this rank sends.
+    The holder is the rank of that server, if the server lives, and otherwise the rank of the server
+    with the copy (`is_copy`). `clocks` has, for each worker, the number of its steps whose pushes
+    are applied to what this rank sends.
     """
 
     rank: int

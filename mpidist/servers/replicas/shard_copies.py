@@ -37,8 +37,8 @@ from .shard_ranges import all_ranges, pack, range_bytes, unpack
 class Forwarded(NamedTuple):
     """An update that the previous server has sent for the copy of its part of the model.
 
-    It waits until all servers have told each other, by votes, that they have all pushes of the step
-    `clock`.
+    The update waits until all servers have told each other, by votes (messages), that they have all
+    pushes of the step `clock`.
     """
 
     clock: int

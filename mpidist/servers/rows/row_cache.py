@@ -129,7 +129,8 @@ class CachedTable:
 class OwnUpdate:
     """Applies a worker's own push to its cached rows, as the servers apply it to theirs.
 
-    It works only with optimizers that add a constant multiple of the gradient to the parameters.
+    The class works only with optimizers that add a constant multiple of the gradient to the
+    parameters.
     """
 
     def __init__(self, optimizer):
