@@ -49,8 +49,8 @@ def checked_number(
 ) -> int | None:
     """Return `value` as an int; raise ConfigError unless it is from `least` to `most`.
 
-    `value` may have any integer type, but not bool. `name` is the argument's name in the error
-    text, and `expected` says there which values are allowed.
+    `value` may have any integer type, but not bool. `name` is the argument's name, and `expected`
+    says which values are allowed; both are for the error text.
 
     If `optional` is true, `value` may also be None, and the result is then None.
     """

@@ -4,7 +4,8 @@ Let a save take C seconds, and let a failure come every M seconds on average. If
 T seconds, saves take the fraction C / T of the time. Each failure loses T / 2 seconds of work on
 average, so failures take the fraction T / (2 M) of the time. The sum of these two fractions is
 least at T = sqrt(2 C M): Young, "A first order approximation to the optimum checkpoint interval",
-CACM 17 (1974). Daly's refinement (FGCS 22, 2006) matters only if C is a large part of M.
+CACM 17 (1974). A more exact formula by Daly (FGCS 22, 2006) gives a clearly different T only if C
+is a large part of M.
 """
 
 from __future__ import annotations

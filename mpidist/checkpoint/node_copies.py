@@ -126,10 +126,10 @@ def usable_steps(comm, path: str, step: int | None, like: Mapping) -> dict[int, 
     `path` is the node's folder. If `step` is given, only copies of this step count. The keys of the
     returned dict are step numbers.
 
-    The value for a step is a tuple: its history number in the shared folder, and the name of the
-    temporary folder of its save there. If there are two copies of a step, only the newer copy
-    counts. A rank without shards may use a copy that any rank of the node has saved, even in a run
-    with another number of ranks.
+    The value for a step is a tuple: the history number of the copied step in the shared folder, and
+    the name of the temporary folder in which the step was saved there. If there are two copies of a
+    step, only the newer copy counts. A rank without shards may use a copy that any rank of the node
+    has saved, even in a run with another number of ranks.
     """
     layout, alike = _layout(like), not any(isinstance(leaf, Shard) for _, leaf in leaves(like))
     marks: dict[int, tuple[int, str]] = {}

@@ -6,12 +6,12 @@
 
 A tiered store uses two `CheckpointStore` objects: one for the ranks of a node, in a folder of that
 node, and one for all ranks, in the shared folder. A restarted job continues from the newest step of
-which all its nodes hold a copy, which may be newer than any step in the shared folder. If no rank
-has shards, the restarted job may have another number of ranks, and nodes may be missing. If some
-rank has shards, the restarted job must have the same ranks, with the same shards, as the job that
-saved. If there is a new node, or a copy is damaged, the job may have to continue from the shared
-folder. In these cases the next steps of the job are not computed from the copies on the nodes, so
-the first save of the job removes these copies.
+which all its nodes hold a copy. This step may be newer than any step in the shared folder. If no
+rank has shards, the restarted job may have another number of ranks, and nodes may be missing. If
+some rank has shards, the restarted job must have the same ranks, with the same shards, as the job
+that saved. If there is a new node, or a copy is damaged, the job may have to continue from the
+shared folder. In these cases the next steps of the job are not computed from the copies on the
+nodes, so the first save of the job removes these copies.
 """
 
 from __future__ import annotations

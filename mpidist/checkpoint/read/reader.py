@@ -142,7 +142,7 @@ class Reader:
             raise next((e for e in errors if not isinstance(e, Exception)), errors[0])
 
     def check_file(self, number: int) -> None:
-        """Compare shard file `number` of the manifest with its checksums and its SHA-256.
+        """Compare shard file `number` with the checksums and the SHA-256 in the manifest.
 
         Raise Damaged if the file does not match them.
         """

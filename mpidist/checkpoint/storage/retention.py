@@ -235,7 +235,7 @@ class Keep:
         return entry == self.verified or (multiple and entry not in self.bad)
 
     def is_good(self, path: str, entry: Entry) -> bool:
-        """Whether a step's manifest, lists of the parts in its shards, and file sizes are right.
+        """Whether a step's manifest, the lists of its shards' parts, and its file sizes are right.
 
         A step in a format that this installation cannot read counts as good.
         """

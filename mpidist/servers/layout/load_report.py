@@ -32,7 +32,7 @@ def group_text(
     shares: Sequence[float],
     layouts: Mapping[str, ServerLayout],
 ) -> str:
-    """Return one line with roles, shares, and the bytes of each model, for ``print(group)``."""
+    """Return one line for ``print(group)``: roles of ranks, shares of servers, bytes of models."""
     each = ", ".join(
         f"{rank}{'' if rank in workers else ' (only serves)'} {share:.1%}"
         for rank, share in zip(servers, shares, strict=True)

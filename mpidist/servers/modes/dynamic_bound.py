@@ -27,10 +27,10 @@ paper    The rule of Zhao et al.: when the fastest worker is `low` steps ahead, 
          pushes. The server grants the number of further steps, up to ``high - low``, after which
          the predicted times of the two workers are closest to each other.
 
-With several servers, a worker may begin a step only when all servers have answered, and the
-measurements differ between servers. Therefore only the first server uses the rule, and the other
-servers use the bound `high`. Workers cannot wait for each other in a circle, because a worker waits
-only for workers with a smaller clock, and a worker with the smallest clock never waits.
+With several servers, a worker may begin a step only when all servers have answered its pull, and
+each server would measure other work times. Therefore only the first server uses the rule, and the
+other servers use the bound `high`. Workers cannot wait for each other in a circle, because a worker
+waits only for workers with a smaller clock, and a worker with the smallest clock never waits.
 
 Zhao, An, Liu, Chen, "Dynamic stale synchronous parallel distributed training for deep learning",
 ICDCS 2019, arXiv 1908.11848.

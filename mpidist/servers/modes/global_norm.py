@@ -80,7 +80,7 @@ def clipped_push(pushes: dict[str, tuple], clip_norm: float | None) -> dict[str,
 
 
 class GlobalNorms:
-    """Clips gradients on one server by the norm over all servers, for its models with `clip_norm`.
+    """Clips the gradients of one server's models with `clip_norm`, by the norm over all servers.
 
     A server has only a part of each gradient. So the servers send each other the sum of the squares
     of their parts before they make an update.
@@ -103,7 +103,7 @@ class GlobalNorms:
         return any(self._due.values())
 
     def released(self, number: int, actions: Sequence[Action]) -> list[Action]:
-        """Send this server's sums of squares of gradients, for the updates that are in `actions`.
+        """Send the other servers this server's sums of squares for the updates in `actions`.
 
         `actions` are the updates and answers that the consistency mode of model `number` allows.
         Returns those that need not wait for sums of other servers.

@@ -84,7 +84,7 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 
 def agreed_part(text: bytes) -> dict[str, Any]:
-    """Return those contents of a message with an optimizer that must be equal for all workers.
+    """Of a message with an optimizer, return the contents that must be equal for all workers.
 
     Pickled bytes, and texts that may contain addresses of memory, are left out.
     """

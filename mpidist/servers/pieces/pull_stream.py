@@ -1,4 +1,4 @@
-"""Answer a pull in pieces of one version of the parameters, while the server makes updates.
+"""Answer a pull piece by piece with one version of the parameters, while updates are made.
 
 ::
 

@@ -26,7 +26,7 @@ MOVE_TAG, _PUSH_TAG = 11, 12
 
 
 class Messages:
-    """Begins sends and receives between ranks at once, and waits for all of them later."""
+    """Begins each send and receive without waiting, and waits for all of them in `wait`."""
 
     def __init__(self, comm: MPI.Comm, tag: int):
         self.comm, self._tag = comm, tag

@@ -198,7 +198,7 @@ class KeyRows:
         self.columns = {name: lengthened(array, capacity) for name, array in self.columns.items()}
 
     def remove(self, places: np.ndarray) -> None:
-        """Forget the keys of these places (indices in the arrays), which new keys may get."""
+        """Forget the keys of these places (indices in the arrays); new keys may get the places."""
         self._slots.remove(self.keys[places])
         self.live[places] = False
         self._free = np.concatenate([self._free, places])

@@ -126,7 +126,7 @@ class DueActions:
         actions: Sequence[Action],
         weighed: Callable[[Apply], tuple[list[tuple[float, Any]], float]],
     ) -> Iterator[Action]:
-        """Add allowed actions (updates and answers), and yield those that can be carried out now.
+        """Add `actions` (updates and answers) to the due ones; yield those that are possible now.
 
         ``weighed(action)`` returns the share (weight in the mean) and the gradients of each push of
         an update, and the weight of the update.

@@ -234,7 +234,7 @@ class NodeShare:
 
 
 class Transport(NamedTuple):
-    """How the data of one model are sent, as texts for the report of one rank.
+    """Texts for the report of one rank, which say how the data of one model are sent.
 
     Servers may have to wait for a whole push before they update the first parameter. `whole_pushes`
     says why they must in every mode, and `stale` why they must in modes other than BSP. A text is

@@ -7,10 +7,10 @@
     parameters of the server  | 0 | 1 | ...               the server updates, the worker copies
 
 No piece is sent. Under BSP the worker copies its gradients into a ring in shared memory, and the
-server reads them there. In the other modes the server reads them where they are, see `memory_push`.
-The worker copies new parameters from the memory in which the server updates them. Worker and server
-each have a line of counters in shared memory (see `node_share`), which count the pieces that are in
-the ring, updated, ready to be copied, and copied.
+server reads them there. In the other modes the server reads the gradients in the memory of the
+worker, see `memory_push`. The worker copies new parameters from the memory in which the server
+updates them. Worker and server each have a line of counters in shared memory (see `node_share`),
+which count the pieces that are in the ring, updated, ready to be copied, and copied.
 
 The server begins the next update when all workers have copied the pieces that they may copy, so a
 worker always gets parameters of one version. If a worker copies no piece for a while, the server
@@ -116,8 +116,8 @@ class NodeReaders:
         """Return whether an update may begin now, because no worker is copying parameters.
 
         If a worker has copied nothing for a while, the server stops waiting for it, and `pulls`
-        sends the pieces that the worker lacks in messages. Before the update, the caller must copy
-        the parts of the present version that are not sent yet, see `PullStreams.keep`.
+        sends the remaining pieces to this worker in messages. Before the update, the caller must
+        copy the parts of the present version that are not sent yet, see `PullStreams.keep`.
         """
         left = {
             rank: pair.answered[ALLOWED] - pair.rung[COPIED]
