@@ -82,8 +82,8 @@ class Wish(NamedTuple):
 class FoundStep(NamedTuple):
     """A step that all ranks try to read, as rank 0 describes it.
 
-    tensors, extras : the descriptions of the arrays of the step, and its other values. common :
-    numbers of the tensors that all ranks want whole. Each rank reads a part of these
+    tensors, extras : the descriptions of the arrays of the step, and its other values.
+    common : numbers of the tensors that all ranks want whole. Each rank reads a part of these
         tensors, and broadcasts this part.
     ends : for each batch of tensors, the number of its last tensor, plus 1. The arrays of a batch
         are filled together.
