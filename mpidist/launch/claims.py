@@ -101,7 +101,7 @@ def check_launcher(environ: Mapping[str, str], library: str) -> None:
 
 
 def network_for(environ: Mapping[str, str], library: str) -> dict[str, str]:
-    """Return environment variables with which MPI_Init of this library works, and quickly.
+    """Return environment variables that mend and speed up MPI_Init of the given MPI library.
 
     Open MPI 5 has a component for one-sided transfers over libfabric. If MPI_Init closes this
     component unused, the component sleeps for a second. If all ranks are on one host, they never

@@ -134,7 +134,7 @@ class AgreedChanges:
         return {"asked": asked, "modes": modes, "optimizer": self._optimizer}
 
     def go_on(self, facts: Mapping[str, Any]) -> None:
-        """Make the changes that the model has had before this server began to serve it.
+        """Take over the changes of mode and optimizer that were made before this server began.
 
         `facts` is the result of the method `facts` on a server that has served the model before.
         """

@@ -315,9 +315,9 @@ def update_corrected(
 ) -> None:
     """Update a server's part of a model as `MomentumCorrected` says.
 
-    The `factors` are those of `MomentumCorrected.corrected`: the first is for the update, and the
-    second for what the gradients add to the velocity. The learning rate of this update is
-    multiplied by `weight`.
+    `MomentumCorrected.corrected` returns the two `factors`. In the update of the parameters the
+    gradients are multiplied by the first factor, and in the velocity by the second. The learning
+    rate of this update is multiplied by `weight`.
     """
     factor, kept = factors
     rows = {key: g if isinstance(g, tuple) else (None, g) for key, g in gradients.items()}

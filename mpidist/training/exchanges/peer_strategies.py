@@ -98,7 +98,10 @@ class Hogwild:
         return size
 
     def open(self, comm, model, optimizer, *, global_batch: int, seed: int):
-        """Return the object that shares the parameters in one run. Collective over `comm`."""
+        """Return the `SharedParameters` of one run: one model in memory that all ranks share.
+
+        Collective over `comm`.
+        """
         from .shared_parameters import SharedParameters
 
         return SharedParameters(comm, model, optimizer)
