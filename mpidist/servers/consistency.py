@@ -67,8 +67,8 @@ class Consistency:
         pushes.
     asks_all : bool
         Whether a worker begins a step only when every server has answered its pull, as in modes in
-        which server number 0 alone decides when a worker may begin. Otherwise a worker asks only the
-        servers that hold the parameters that it pulls.
+        which server number 0 alone decides when a worker may begin. Otherwise a worker asks only
+        the servers that hold the parameters that it pulls.
     survives : bool
         Whether an elastic run can go on in this mode after a death.
     """
