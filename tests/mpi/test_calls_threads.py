@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mpi4py import MPI
+from own_threads import in_threads
 from test_calls import seconds_of
 from until import wait_until
 
@@ -92,40 +93,27 @@ def test_threads_on_communicators_of_their_own(comm):
     """A short version of tests/soak/threads.py, which makes 3 x 10,000 calls."""
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         pytest.skip("no GPU: this MPI gives no THREAD_MULTIPLE")
-    comms = [comm.Dup() for _ in range(3)]
-    wrong = []
 
     def work(mine, seed):
-        try:
-            rng = np.random.default_rng(seed)
-            for k in range(CALLS):
-                n = int(rng.integers(1, 3000))
-                x = np.full(n, comm.rank + k, np.float32)
-                kind = int(rng.integers(4))
-                if kind == 0:
-                    md.allreduce(mine, x)
-                elif kind == 1:
-                    md.iallreduce(mine, x).wait()
-                elif kind == 2:
-                    handles = [md.iallreduce(mine, x), md.iallreduce(mine, np.ones(5))]
-                    for handle in handles[:: -1 if comm.rank else 1]:
-                        handle.wait()
-                else:
-                    md.allreduce(mine, x, algorithm="ring")
-                expected = sum(r + k for r in range(comm.size))
-                assert (x == expected).all(), (k, kind, x[0], expected)
-        except BaseException as error:
-            wrong.append(error)
+        rng = np.random.default_rng(seed)
+        for k in range(CALLS):
+            n = int(rng.integers(1, 3000))
+            x = np.full(n, comm.rank + k, np.float32)
+            kind = int(rng.integers(4))
+            if kind == 0:
+                md.allreduce(mine, x)
+            elif kind == 1:
+                md.iallreduce(mine, x).wait()
+            elif kind == 2:
+                handles = [md.iallreduce(mine, x), md.iallreduce(mine, np.ones(5))]
+                for handle in handles[:: -1 if comm.rank else 1]:
+                    handle.wait()
+            else:
+                md.allreduce(mine, x, algorithm="ring")
+            expected = sum(r + k for r in range(comm.size))
+            assert (x == expected).all(), (k, kind, x[0], expected)
 
-    threads = [threading.Thread(target=work, args=(c, i)) for i, c in enumerate(comms)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong, wrong
-    for mine in comms:
-        md.free(mine)
-        mine.Free()
+    in_threads(comm, 3, work)
 
 
 @pytest.mark.covering

@@ -1,12 +1,11 @@
 """Calls with device arrays, which `make test-gpu` runs on a GPU; with NumPy they run everywhere."""
 
-import threading
-
 import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
 from on_gpu import host, late, other_stream, same
+from own_threads import in_threads
 
 import mpidist as md
 from mpidist.collectives.engines.node_barrier import memory_of
@@ -181,32 +180,20 @@ def test_a_stream_of_the_program(comm, xp):
 def test_threads_on_communicators_of_their_own(comm, xp):
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         pytest.skip("no GPU: this MPI gives no THREAD_MULTIPLE")
-    comms, wrong = [comm.Dup() for _ in range(2)], []
 
     def work(mine, seed):
-        try:
-            rng = np.random.default_rng(seed)
-            with other_stream(xp):
-                for _ in range(12):
-                    values = np.arange(int(rng.integers(1, 6000)), dtype="f4")
-                    x = xp.asarray(values + comm.rank)
-                    if rng.integers(2):
-                        md.allreduce(mine, x)
-                    else:
-                        md.iallreduce(mine, x).wait()
-                    same(x, total(comm, values))
-        except BaseException as error:
-            wrong.append(error)
+        rng = np.random.default_rng(seed)
+        with other_stream(xp):
+            for _ in range(12):
+                values = np.arange(int(rng.integers(1, 6000)), dtype="f4")
+                x = xp.asarray(values + comm.rank)
+                if rng.integers(2):
+                    md.allreduce(mine, x)
+                else:
+                    md.iallreduce(mine, x).wait()
+                same(x, total(comm, values))
 
-    threads = [threading.Thread(target=work, args=(c, i)) for i, c in enumerate(comms)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong, wrong
-    for mine in comms:
-        md.free(mine)
-        mine.Free()
+    in_threads(comm, 2, work)
 
 
 # ------------------------------------------------------------------------------------- gradients
