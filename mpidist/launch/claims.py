@@ -14,6 +14,10 @@ from typing import NamedTuple
 
 from ..errors import ConfigError
 
+#: Makes MPI_Init of Open MPI 5 leave out a component that ranks on one host never use, and that
+#: sleeps for a second there (`network_for`).
+WITHOUT_OFI = {"OMPI_MCA_btl": "^ofi"}
+
 #: Variables with the number of ranks, and the launcher that sets them. Slurm's variable comes last,
 #: because under ``mpirun`` inside an allocation Slurm's variable has the number of helper processes
 #: of ``mpirun``.
@@ -126,7 +130,7 @@ def network_for(environ: Mapping[str, str], library: str) -> dict[str, str]:
     """
     sizes = environ.get("OMPI_COMM_WORLD_SIZE"), environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     if library.startswith("Open MPI v5") and sizes[0] and sizes[0] == sizes[1]:
-        return {} if "OMPI_MCA_btl" in environ else {"OMPI_MCA_btl": "^ofi"}
+        return {} if "OMPI_MCA_btl" in environ else dict(WITHOUT_OFI)
     slurm = "PMI_FD" in environ and "SLURM_PROCID" in environ and "HYDI_CONTROL_FD" not in environ
     if slurm and "ch4:ucx,ofi" in library and "MPIR_CVAR_CH4_NETMOD" not in environ:
         provider = {} if "FI_PROVIDER" in environ else {"FI_PROVIDER": "^sockets"}

@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..errors import ConfigError, shown
+from .claims import WITHOUT_OFI
 from .processes import Finished, Started
 
 #: Variables that a launcher sets for its ranks, and that a nested launcher must not inherit.
@@ -140,9 +141,7 @@ def start(
     The docstring of `launch` explains the parameters.
     """
     command = [*launcher_command(n, mpi=mpi), *args]
-    # All ranks are on this host, where Open MPI's component "ofi" only sleeps for a second in
-    # MPI_Init (`claims.network_for`).
-    environment = {"OMPI_MCA_btl": "^ofi", **launch_environment(env, mpi=mpi)}
+    environment = {**WITHOUT_OFI, **launch_environment(env, mpi=mpi)}  # all ranks are on this host
     return Started(command, env=environment, cwd=cwd)
 
 

@@ -6,7 +6,7 @@ import mpidist as md
 
 
 def in_threads(comm, count, work):
-    """Call ``work(mine, k)`` in `count` threads, each with its duplicate of `comm`; raise errors."""
+    """Call ``work(mine, k)`` in `count` threads, each with a duplicate of `comm`; raise errors."""
     comms = [comm.Dup() for _ in range(count)]
     with ThreadPoolExecutor(count) as pool:
         calls = [pool.submit(work, mine, k) for k, mine in enumerate(comms)]
