@@ -29,3 +29,5 @@ prepend_path("PATH", pathJoin(prefix, "bin"))
 setenv("MPIDIST_ROOT", prefix)
 -- pushenv and not setenv: unloading gives back what the user had.
 pushenv("OMP_NUM_THREADS", os.getenv("OMP_NUM_THREADS") or "1")
+-- With the tree that srun --mpi=pmix uses else, Open MPI sometimes dies while it starts.
+pushenv("SLURM_PMIX_FENCE", os.getenv("SLURM_PMIX_FENCE") or "ring")

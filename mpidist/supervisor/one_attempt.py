@@ -127,7 +127,8 @@ class RunningAttempt:
             # Other launchers pass on the whole environment, also to other hosts.
             words += [word for name in told for word in ("-x", name)]
         self.began = time.monotonic()
-        self.environment = {**launch_environment(), **slurm, **told}
+        start = commands.WHOLE_BARRIERS if kind == "srun" else {}
+        self.environment = {**start, **launch_environment(), **slurm, **told}
         self.elastic = commands.SURVIVE[0] in words
         script = commands.quick_start(kind, words[0], self.environment)
         script += (_SAY_PID if self.elastic else "") + _BEGIN

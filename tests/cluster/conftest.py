@@ -10,7 +10,6 @@ from onebox.network import unavailable as no_network
 from onebox.slurm import slurm_cluster
 from onebox.slurm import unavailable as no_slurm
 from same_bits import DIGITS, SETTINGS
-from second_start import once_more
 
 from mpidist.launch.launchers import find_launcher, launch
 
@@ -51,7 +50,6 @@ def cluster(tmp_path_factory):
     if reason := no_slurm():
         pytest.skip(f"no Slurm cluster: {reason}")
     with slurm_cluster(nodes=4, directory=tmp_path_factory.mktemp("slurm"), gpus=2) as cluster:
-        cluster.run, cluster.sbatch = once_more(cluster.run), once_more(cluster.sbatch)
         yield cluster
 
 

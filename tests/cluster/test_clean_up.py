@@ -6,7 +6,6 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from onebox.network import shaped_network
@@ -14,7 +13,6 @@ from onebox.network import unavailable as no_network
 from onebox.slurm import slurm_cluster
 from onebox.slurm import unavailable as no_slurm
 from python_path import python_path
-from second_start import once_more
 from until import holds_within, wait_until
 
 needs_slurm = pytest.mark.skipif(no_slurm() is not None, reason=f"no Slurm cluster: {no_slurm()}")
@@ -110,18 +108,3 @@ def test_network_is_gone_afterwards(own):
         assert devices() == links, "the machine's own network must not change"
     assert gone(own) == []
     assert devices() == links
-
-
-def test_a_start_that_open_mpi_did_not_survive_is_made_again():
-    crash = "mca_pml_ob1_recv_frag_callback_match+0x95\nompi_mpi_init+0x425"
-    ends = [SimpleNamespace(output=crash), SimpleNamespace(output="trained")]
-    calls = []
-
-    def start(*words):
-        calls.append(words)
-        return ends[len(calls) - 1]
-
-    with pytest.warns(UserWarning, match="died in MPI_Init"):
-        assert once_more(start)("srun", "train") is ends[1]
-    assert calls == [("srun", "train")] * 2
-    assert once_more(lambda: ends[1])() is ends[1]

@@ -44,14 +44,19 @@ def test_load_gives_the_command(openmpi):
     assert "train" in done.stdout
 
 
-def test_threads_default_to_one_and_come_back(openmpi):
-    commands = "module load mpidist; echo $OMP_NUM_THREADS; module unload mpidist; "
-    commands += "echo ${OMP_NUM_THREADS-unset}; command -v mpidist || echo no command"
+@pytest.mark.parametrize(
+    ("name", "default", "own"),
+    [("OMP_NUM_THREADS", "1", "6"), ("SLURM_PMIX_FENCE", "ring", "tree")],
+)
+def test_variables_have_defaults_and_come_back(openmpi, name, default, own):
+    """R91: one thread for each rank, and whole barriers at the start of Open MPI's ranks."""
+    commands = f"module load mpidist; echo ${name}; module unload mpidist; "
+    commands += f"echo ${{{name}-unset}}; command -v mpidist || echo no command"
     prefix = prefix_of(openmpi)
     done = shell(commands, MPIDIST_PREFIX=prefix)
-    assert done.stdout.split("\n")[:3] == ["1", "unset", "no command"], done.stderr
-    done = shell(commands, MPIDIST_PREFIX=prefix, OMP_NUM_THREADS="6")
-    assert done.stdout.split("\n")[:2] == ["6", "6"], done.stderr
+    assert done.stdout.split("\n")[:3] == [default, "unset", "no command"], done.stderr
+    done = shell(commands, MPIDIST_PREFIX=prefix, **{name: own})
+    assert done.stdout.split("\n")[:2] == [own, own], done.stderr
 
 
 def test_help_and_family(openmpi):

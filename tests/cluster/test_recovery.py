@@ -1,14 +1,11 @@
 """`mpidist launch` on a real Slurm: a node goes down, and the job continues on the others."""
 
 import json
-import warnings
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 from interpreters import job_environment, python_of
 from same_bits import DIGITS, SETTINGS, STEPS, UNTIL_ASKED, steps, wait_for_steps
-from second_start import died_in_mpi_init
 
 pytestmark = pytest.mark.slurm
 
@@ -72,16 +69,8 @@ def n4_down(cluster, played, tmp_path_factory, request):
         except pytest.skip.Exception as reason:
             ends[each] = reason
     try:
-        for each, (number, folder) in numbers.items():
+        for number, folder in numbers.values():
             wait_for_steps(cluster, number, folder)
-            so_far = SimpleNamespace(output=(folder / f"recovery-{number}.out").read_text())
-            if died_in_mpi_init(so_far):  # the second attempt takes no time, see above
-                warnings.warn(f"Open MPI died in MPI_Init, tried again: {each}", stacklevel=1)
-                cluster.run(["scancel", str(number)])
-                cluster.wait(number, 240)
-                again = tmp_path_factory.mktemp("down")
-                numbers[each] = submit(cluster, again, *each, fault="sleep@step,ms=200"), again
-                wait_for_steps(cluster, *numbers[each])
         cluster.run(["scontrol", "update", "nodename=n4", "state=down", "reason=test"]).check()
         for each, (number, folder) in numbers.items():
             ends[each] = cluster.wait(number, 240), folder

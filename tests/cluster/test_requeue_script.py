@@ -14,6 +14,7 @@ from until import wait_until
 
 SRUN = """#!/bin/bash
 echo "$@" > "$STAND_IN/srun.args"
+echo "$SLURM_PMIX_FENCE" > "$STAND_IN/srun.fence"
 {body}
 """
 SCONTROL = """#!/bin/bash
@@ -27,8 +28,8 @@ AT_ONCE = "trap 'exit 75' USR1; kill -USR1 $PPID; while :; do sleep 0.05; done"
 DIES = "touch $STAND_IN/ready; exec sleep 60"
 
 
-def run_script(folder, body, signals=0):
-    """Run the batch script; return its exit code and whether it asked for a requeue."""
+def run_script(folder, body, signals=0, script="requeue", **more):
+    """Run a batch script; return its exit code and whether it asked for a requeue."""
     for name, text in (("srun", SRUN.format(body=body)), ("scontrol", SCONTROL)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
@@ -38,9 +39,10 @@ def run_script(folder, body, signals=0):
         "SLURM_MPI_TYPE": "",
         "SLURM_JOB_ID": "17",
         "SLURM_JOB_NAME": "requeue",
+        **more,
     }
     script = subprocess.Popen(
-        ["bash", ROOT / "jobs" / "requeue.sbatch", "JOB.toml", "--set", "a.b=c d"],
+        ["bash", ROOT / "jobs" / f"{script}.sbatch", "JOB.toml", "--set", "a.b=c d"],
         env={**os.environ, **variables}, cwd=folder,
     )  # fmt: skip
     wait_until(lambda: not signals or (folder / "ready").exists())
@@ -79,6 +81,18 @@ def test_arguments_reach_the_command(tmp_path):
         "--mpi=pmix --kill-on-bad-exit=0 mpidist train JOB.toml "
         "--set out=runs/requeue-17 --set a.b=c d\n"
     )
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("jobs/*.sbatch")), ids=lambda path: path.stem)
+def test_all_scripts_start_with_whole_barriers(tmp_path, path, monkeypatch):
+    """R97: else Open MPI dies in some starts on several hosts; what the user has set stays."""
+    monkeypatch.delenv("SLURM_PMIX_FENCE", raising=False)
+    hetero = {f"SLURM_JOB_NUM_NODES_HET_GROUP_{group}": "1" for group in (0, 1)}
+    fence = tmp_path / "srun.fence"
+    assert run_script(tmp_path, "exit 0", script=path.stem, **hetero) == (0, False)
+    assert fence.read_text() == "ring\n"
+    run_script(tmp_path, "exit 0", script=path.stem, SLURM_PMIX_FENCE="mixed", **hetero)
+    assert fence.read_text() == "mixed\n"
 
 
 @pytest.mark.parametrize("name", ["allreduce", "servers", "requeue", "gpu"])
