@@ -39,7 +39,7 @@ def allgather(comm, x, *, counts=None, out=None, algorithm="auto"):
     ------
     ConfigError, MismatchError
         An argument is wrong, the length of `x` differs from ``counts[rank]``, or the ranks differ
-        in dtype, in the length of another axis than the first, or in the order of calls.
+        in dtype, in the length of an axis after the first, or in the order of their calls.
     """
     context = of(comm)
     with context.call("allgather"):

@@ -29,7 +29,7 @@ TWO_HOP_RANKS = 16
 def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, reproducible=False):
     """Combine the arrays `x` of all ranks elementwise; every rank gets the same bits.
 
-    Collective over `comm`. The result replaces the values of `x`, unless `out` is given. Returns
+    Collective over `comm`. The result is written to `out` if given, and otherwise to `x`. Returns
     the array that holds the result.
 
     Parameters
@@ -38,14 +38,12 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
     x : array
         NumPy, CuPy or DLPack array of the same shape and dtype on every rank; any layout, any
         length (also zero). float16 and bfloat16 are summed in float32 and rounded once. `x` may
-        also be an `Arena` (tensors in shared memory); all its tensors are then reduced, and inside
-        a node they are not copied.
+        also be an `Arena` (tensors in shared memory); the function then combines all its tensors.
     op : str or ufunc
         "sum", "mean" (or "average"), "min", "max", "prod", MPI's SUM, PROD, MIN, MAX, or a binary
         ufunc that keeps its dtype and is associative and commutative. NaN propagates.
     out : array, optional
-        The array that receives the result, of the shape and dtype of `x`. If `out` is given, `x`
-        does not change.
+        An array of the shape and dtype of `x` that receives the result; `x` then does not change.
     algorithm : str
         "auto" (the fastest, measured once for vectors of about this length), "native" (MPI's own),
         "node" (in memory that the ranks of a node share), "single_copy" (the kernel copies between
@@ -55,23 +53,23 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
     weight : float, optional
         With op="mean": the weight of this rank's array, for example its number of samples.
     reproducible : bool
-        Return the same bits whatever the `algorithm`, the MPI library and the nodes on which the
-        ranks are. ``schedules/fixed_tree.py`` describes the order of the additions. With
-        ``reproducible=True``, `algorithm` is checked but not used.
+        Add in an order that depends on the number of ranks alone, so that the result has the same
+        bits with every MPI library and on any number of nodes. `algorithm` is then checked but not
+        used.
 
     Raises
     ------
     ConfigError
-        For an unknown op or algorithm, a read-only array, and the mean of integers. On all ranks,
-        if the weight of one rank is negative or not finite, or if all weights add up to zero.
+        For an unknown op or algorithm, a read-only array, and the mean of integers. If the weight
+        of one rank is negative or not finite, or all weights add up to zero, every rank raises this
+        error.
     MismatchError
-        On all ranks, if they differ in shape, dtype, op, algorithm or order of calls.
+        On all ranks, if they differ in shape, dtype, op, algorithm or the order of their calls.
 
     Notes
     -----
-    The docstring of each algorithm's module gives its cost. Thakur, Rabenseifner, Gropp,
-    "Optimization of Collective Communication Operations in MPICH", IJHPCA 19(1), 2005, compare
-    these algorithms.
+    Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH",
+    IJHPCA 19(1), 2005, compare such algorithms.
     """
     try:
         target = x if out is None else out
@@ -129,8 +127,7 @@ def _prepare(
 class Handle:
     """A nonblocking allreduce that is running; `test` makes progress, `wait` waits for the result.
 
-    Only the thread that began the operation may call `wait`. Any thread may call `test`, which
-    returns False while another thread is in `test`.
+    Only the thread that began the operation may call `wait`. Any thread may call `test`.
     """
 
     def __init__(
@@ -209,15 +206,12 @@ def iallreduce(
     The function returns at once, even if other ranks are late; only the first call on `comm` waits
     for the other ranks.
 
-    ``handle.test()`` makes progress for the operation, and so does every collective of mpidist that
-    waits in this thread. A program may therefore wait for its handles in any order. MPI calls that
-    the program makes itself do not make progress for the operation.
+    The operation advances only while a thread calls ``handle.test()``, or while the thread that has
+    begun the operation waits in a collective of mpidist. A program may wait for its handles in any
+    order.
 
-    For `iallreduce`, the algorithms "auto" and "native" mean "two_hop" on up to 16 ranks, and
-    "butterfly" on more ranks. Both "two_hop" and "butterfly" have few rounds of messages, which
-    helps if the program calls ``test`` rarely. MPI's own nonblocking allreduce is not used, because
-    it is slower for long vectors, and because a rank could not leave MPI's operation if other ranks
-    made a different call. Errors in the values, such as weights that add up to zero, are raised by
+    The algorithms "auto" and "native" mean "two_hop" on up to 16 ranks, and "butterfly" on more
+    ranks. Errors in the values, for example weights that add up to zero, are raised by
     ``handle.wait()``.
     """
     context = of(comm)  # first, since `of` installs the hook that ends a failed job
@@ -241,16 +235,13 @@ def iallreduce(
 class Plan(partial):
     """An allreduce that `md.plan` has prepared; calling the object runs it. Collective.
 
-    The class derives from `functools.partial`, because calling a partial object takes 40 ns less
-    than calling a method.
-
     Attributes
     ----------
     algorithm : str
         The algorithm that runs, even if the caller has asked for "auto".
     plan : object
-        The object that runs the operation. For an `Arena` (tensors in shared memory), a list of
-        such objects: one for each vector, that is, for all tensors of one dtype.
+        The object that runs the operation. For an `Arena` (tensors in shared memory), a list with
+        one such object per dtype.
     """
 
     algorithm: str
@@ -258,11 +249,9 @@ class Plan(partial):
     context: Context
 
     def close(self) -> None:
-        """Free the memory of this prepared allreduce. All ranks must call this method.
+        """Free the memory of this prepared allreduce; a later call of it raises ClosedError.
 
-        A later call of the plan raises ClosedError.
-
-        A second call of ``close`` does nothing.
+        All ranks must call this method. A second call of ``close`` does nothing.
         """
         release = self.__dict__.pop("release", None)
         if release is not None:
@@ -293,9 +282,9 @@ def _bound(context: Context, run: Callable, algorithm: str, plan, release: Calla
 def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> Plan:
     """Prepare an in-place allreduce of `x`; calling the result runs it and returns `x`.
 
-    Collective over `comm`. Each call of the returned plan is collective as well. The docstring of
-    `allreduce` explains the parameters and the errors. The plan keeps its memory until all ranks
-    call ``close()``, or leave the ``with`` block of the plan.
+    Collective over `comm`, and so is each call of the result. The docstring of `allreduce` explains
+    the parameters and the errors. The prepared operation keeps its memory until all ranks call its
+    method ``close()`` or leave its ``with`` block.
 
     >>> with md.plan(comm, gradient, "mean") as reduce:
     ...     for batch in batches:

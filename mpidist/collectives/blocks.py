@@ -9,18 +9,14 @@ from ..errors import ConfigError
 
 
 def rows_of(x) -> tuple[int, int]:
-    """Return two numbers: the length of the first axis of `x`, and the elements per row."""
+    """Return the length of the first axis of `x`, and the number of elements per row."""
     if x.ndim == 0:
         raise ConfigError("a 0-d array has no first axis to cut blocks from; use x.reshape(1)")
     return x.shape[0], int(np.prod(x.shape[1:], dtype=np.int64))
 
 
 def deliver(block, like, out, shape):
-    """Return a received block: copied into `out` if given, else in an array of the kind of `like`.
-
-    Without `out`, the result has the dtype and the array library (NumPy or CuPy) of `like`. If this
-    library is not NumPy, the result is a new array of shape `shape`.
-    """
+    """Return a received block: in `out` if given, else as an array of the library of `like`."""
     if out is None:
         if isinstance(like, np.ndarray):
             return block if block.dtype == like.dtype else block.astype(like.dtype)
@@ -41,11 +37,7 @@ def packed(x):
 
 
 class BlockVector:
-    """The part of a long vector that this rank stores, indexed by positions in the long vector.
-
-    The part begins at position `start`. ``vector[a:b]`` returns the elements at the positions a to
-    b - 1 of the long vector, all of which this rank must store.
-    """
+    """The part of a long vector that this rank stores, indexed by positions in the long vector."""
 
     def __init__(self, start: int, block: np.ndarray):
         self.start, self.block = start, block

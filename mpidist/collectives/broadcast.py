@@ -36,10 +36,10 @@ def broadcast(comm, x, *, root=0, algorithm="auto"):
     Raises
     ------
     ConfigError
-        For an unknown algorithm, a root that is not a rank, a read-only array on another rank than
-        the root.
+        For an unknown algorithm, a root that is not a rank, and an array that cannot be written
+        (the root's array may be read-only).
     MismatchError
-        On all ranks, if they differ in shape, dtype, root or order of calls.
+        On all ranks, if they differ in shape, dtype, root or the order of their calls.
     """
     context = of(comm)
     with context.call("broadcast"):

@@ -5,7 +5,7 @@
     messages                [ b | b2 | scale | ... ]  small tensors packed, up to 4 MiB
                             [ w ]                     large tensors without a copy
 
-An error on one rank (another shape, an array that cannot be written) is raised on all ranks.
+If the ranks' descriptions differ, or one rank has an error, all ranks raise an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ALIGN = 64  # bytes: each tensor in a pack begins at a cache line
 def broadcast_parameters(comm, params, *, root=0):
     """Give every rank the root's values of all `params`, in place; returns `params`.
 
-    Collective over `comm`. Small tensors are packed into few messages.
+    Collective over `comm`.
 
     Parameters
     ----------
@@ -83,10 +83,9 @@ def broadcast_parameters(comm, params, *, root=0):
 
 
 def _difference(everyone: list[list[str]], root: int) -> str | None:
-    """Return a text that names ranks whose tensors differ from the root's, and one difference.
+    """Return a text on the first tensor that differs from the root's, or None.
 
-    `everyone` has the names, shapes and dtypes of each rank's tensors. Returns None if they are
-    equal on all ranks.
+    `everyone` has the names, shapes and dtypes of each rank's tensors.
     """
     other = next((lines for lines in everyone if lines != everyone[root]), None)
     if other is None:

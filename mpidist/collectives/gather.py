@@ -24,11 +24,10 @@ from .schedules import algorithms
 
 @tells
 def gather(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
-    """Give the root the blocks of all ranks, one after the other; returns None on other ranks.
+    """Give rank `root` the blocks of all ranks, one after the other; returns None on other ranks.
 
-    Collective over `comm`. `root` is the rank that gets the blocks. The docstring of `allgather`
-    explains the other parameters and the errors. The algorithms of `gather` are "auto" (the same as
-    "direct"), "direct" and "native".
+    Collective over `comm`. The docstring of `allgather` explains the other parameters and the
+    errors. The algorithms of `gather` are "auto" (the same as "direct"), "direct" and "native".
     """
     context = of(comm)
     with context.call("gather"):

@@ -1,10 +1,8 @@
 """Plans: operations that are prepared once and can run many times, and the cache of plans.
 
 Making a plan is collective: the ranks check that they begin the same operation, choose an
-algorithm, build its steps and allocate memory. When a plan (a prepared operation) runs, it repeats
-none of the preparation. Each communicator has a cache of plans. The cache keeps all plans that have
-an owner (an object that uses the plan), and at most 256 other plans (`context.MAX_PLANS`). To add
-one more plan without an owner, the cache drops a plan that has not run lately.
+algorithm, build its steps and allocate memory. Each communicator has a cache, which keeps at most
+256 plans (`context.MAX_PLANS`) besides those that an object still uses.
 """
 
 from __future__ import annotations
@@ -43,12 +41,7 @@ class CachedPlan:
         self.runs = runs or context.count(kind.counters, numbers=not kind.tagged)
 
     def run(self, vector) -> None:
-        """Run the operation on a 1-D vector, in place, and wait for its end. Collective.
-
-        This method is for all operations except allreduce: operations with a root, and operations
-        on blocks. The method returns when this rank's part is done: in a broadcast, for example,
-        other ranks may still be waiting for data.
-        """
+        """Run the operation on a 1-D vector, in place. Collective."""
         context = self.context
         number = context.begin(self.signature, self.runs)
         if context.size > 1:
@@ -65,15 +58,12 @@ class CachedPlan:
         context.under_way = False
 
     def owned(self):
-        """Return this plan (prepared operation), and count one more owner (an object that uses it).
-
-        The plan is kept until each owner has called `release`. All ranks must call this method.
-        """
+        """Return this plan, and keep it until `release` is called. All ranks must call it."""
         self.owners += 1
         return self
 
     def release(self) -> None:
-        """Remove an owner (user) of this prepared operation; close it if it has no other owner.
+        """Undo one call of `owned`; close the plan if no other call is left.
 
         All ranks must call this method.
         """
@@ -92,8 +82,8 @@ class CachedPlan:
 class AllreducePlan(CachedPlan):
     """One prepared allreduce, which can run on any array of its shape and dtype.
 
-    If `slots` is given, the array lies in an arena (shared memory), and `slots` is the list of the
-    vectors of all ranks of this node.
+    If the array lies in memory that the ranks of a node share, `slots` lists the vectors of all
+    ranks of this node.
     """
 
     def __init__(
@@ -151,11 +141,8 @@ class AllreducePlan(CachedPlan):
     def load(self, x, weight=None, *, in_place: bool, pooled: bool = True):
         """Return ``weight * x`` as a 1-D vector with the dtype in which sums are computed.
 
-        Without `weight`, the vector has the values of `x`.
-
-        The result is a view of `x` if `in_place`, and otherwise a copy. The copy is in C order on
-        every rank, so `x` itself may be in C order on one rank and in Fortran order on another. If
-        `pooled` is true, the memory of the copy comes from a pool of buffers for reuse.
+        The result is a view of `x` if `in_place`, and otherwise a copy in C order; without `weight`
+        it has the values of `x`.
         """
         if in_place:
             work = x.reshape(-1)
@@ -170,11 +157,7 @@ class AllreducePlan(CachedPlan):
         return work
 
     def in_place(self, x) -> bool:
-        """Whether `x` can be reduced without a copy.
-
-        MPI must accept the memory of `x`, which must be in C order and have the dtype of the
-        additions. The result may be true on some ranks and false on others.
-        """
+        """Whether `x` can be reduced without a copy; the answer may differ between ranks."""
         flags = x.flags
         if not (flags.c_contiguous and x.dtype == self.reduction.work):
             return False
@@ -183,11 +166,7 @@ class AllreducePlan(CachedPlan):
         return not is_device(x) or (self._device_safe and mpi_direct(x))
 
     def store(self, x, work, total, *, in_place: bool) -> None:
-        """Copy the result `work` to `x`, rounded to the dtype of `x`.
-
-        A mean is first divided by `total`, the sum of the weights or the number of ranks. If
-        `in_place` is true, `work` is a view of `x`, and nothing is copied.
-        """
+        """Copy the result `work` to `x`, rounded to its dtype; first divide a mean by `total`."""
         if not self.divides:
             finish_mean(self.reduction, work, total)
         if in_place:
@@ -206,10 +185,8 @@ class AllreducePlan(CachedPlan):
 def find(context: Context, x, op, algorithm: str, *, agreed: bool = True) -> AllreducePlan:
     """Return the cached plan (prepared allreduce) for `x`; collective if the plan must be made.
 
-    When the ranks make a plan, they normally check by messages that they run the same operation.
-    With ``agreed=False`` the ranks leave this check out. The value ``agreed=False`` is allowed only
-    for algorithms whose messages follow a schedule (a list of steps), because the headers of these
-    messages identify the operation.
+    With ``agreed=False`` the ranks do not check first that they make the same call. Only algorithms
+    whose messages carry a description of the operation allow this.
     """
     dtype = x.dtype if x.dtype.isnative else x.dtype.newbyteorder("=")
     place = ("allreduce", op, algorithm, dtype, x.shape)
@@ -222,15 +199,9 @@ def find(context: Context, x, op, algorithm: str, *, agreed: bool = True) -> All
 
 
 def remember(context: Context, place: tuple, plan: CachedPlan) -> None:
-    """Put a plan into the cache of plans (prepared operations), under the key `place`.
+    """Put a plan (prepared operation) into the cache under the key `place`.
 
     If the cache is full, drop a plan that has not run lately.
-
-    The cache chooses the plan to drop by the "clock" algorithm, which is known from page caches.
-    The clock algorithm looks at the plans in the order of a queue, until it finds one to drop. A
-    plan that has run since the algorithm last looked at it moves to the end of the queue. The first
-    plan that has not run since the algorithm last looked at it is dropped. The clock algorithm
-    needs only the number of each plan's runs, not the time of its last run.
     """
     loose = [key for key, kept in context.plans.items() if not kept.owners]
     if len(loose) >= MAX_PLANS:
@@ -250,11 +221,9 @@ def make_plan(
 ) -> AllreducePlan:
     """Return a new plan (prepared allreduce) for `x` that is not in the cache. Collective.
 
-    For the plan of an arena or of gradients, the text `extra` makes the signature (the description
-    of the operation, which the ranks compare) unique. A plan that is not in the cache is freed
-    together with its owner (the object that uses the plan), even if the owner was never closed. If
-    `x` is in an arena (shared memory), `slots` is the list of the vectors of all ranks of this
-    node.
+    `extra` is a text that is added to the description of the operation, which the ranks compare. If
+    the array lies in memory that the ranks of a node share, `slots` lists the vectors of all ranks
+    of this node.
     """
     shape, dtype = x.shape, x.dtype if x.dtype.isnative else x.dtype.newbyteorder("=")
     algorithms.check_name(algorithm, algorithms.ALLREDUCE)

@@ -36,20 +36,21 @@ def reduce(
     root : int
         The rank that gets the result.
     out : array, optional
-        The array that receives the result, on the root.
+        The array on the root that receives the result.
     algorithm : str
         "auto" (which means "tree"), "tree", "direct", "ordered" (rank order), "native" (MPI's own).
     weight : float, optional
         With op="mean": the weight of this rank's array, for example its number of samples. Either
         all ranks pass a weight, or none does.
     reproducible : bool
-        Return the same bits as ``allreduce(..., reproducible=True)``, whichever rank is the root.
-        With ``reproducible=True``, `algorithm` is checked but not used.
+        Return the same bits as ``allreduce(..., reproducible=True)``. `algorithm` is then checked
+        but not used.
 
     Raises
     ------
     ConfigError, MismatchError
-        An argument is wrong, or the ranks differ in shape, dtype, `op`, `root` or order of calls.
+        An argument is wrong, or the ranks differ in shape, dtype, `op`, `root` or the order of
+        their calls.
     """
     context = of(comm)
     with context.call("reduce"):

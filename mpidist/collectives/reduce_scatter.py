@@ -35,9 +35,9 @@ def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"
         "sum", "mean", "min", "max", "prod", MPI's SUM, PROD, MIN, MAX, or a binary ufunc that is
         associative and commutative.
     counts : sequence of int, optional
-        The number of rows of each rank's block; the sum is ``len(x)``, and blocks may be empty. All
-        ranks pass the same numbers. By default the lengths of blocks differ by at most one row, and
-        the longer blocks come first.
+        The number of rows of each rank's block, the same list on every rank, with the sum
+        ``len(x)``. By default the lengths of blocks differ by at most one row, and the longer
+        blocks come first.
     out : array, optional
         The array that receives this rank's block.
     algorithm : str
@@ -47,12 +47,12 @@ def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"
     ------
     ConfigError, MismatchError
         An argument is wrong, `counts` do not add up to ``len(x)``, or the ranks differ in shape,
-        dtype, `op`, `counts` or order of calls.
+        dtype, `op`, `counts` or the order of their calls.
 
     Notes
     -----
-    The default, "ring", is the first half of Patarasuk and Yuan's ring, JPDC 69(2), 2009, in which
-    each of p ranks sends (p-1)/p of the bytes of `x`.
+    In the default, "ring", each of p ranks sends (p-1)/p of the bytes of `x` (Patarasuk and Yuan,
+    JPDC 69(2), 2009).
     """
     context = of(comm)
     with context.call("reduce_scatter"):

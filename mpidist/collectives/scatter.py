@@ -32,13 +32,12 @@ def scatter(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
     """Cut the root's array along the first axis into blocks, and give block r to rank r.
 
     Collective over `comm`. The function returns `out` if given, otherwise a new array. Ranks other
-    than the root may pass None for `x`, because the root first sends the shape and the dtype (a few
-    integers).
+    than the root may pass None for `x`.
 
     Parameters
     ----------
     x : array
-        The array to cut, on the root.
+        The array that the root cuts; the other ranks' `x` is not used.
     root : int
         The rank that has the array.
     counts : sequence of int, optional
@@ -52,7 +51,8 @@ def scatter(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
     Raises
     ------
     ConfigError, MismatchError
-        An argument is wrong, or the ranks differ in `root`, `algorithm` or order of calls.
+        An argument is wrong, or the ranks differ in `root`, `algorithm` or the order of their
+        calls.
     """
     context = of(comm)
     with context.call("scatter"):
@@ -94,10 +94,9 @@ def scatter(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
 
 
 def _announce(context: Context, signature: Signature, x, counts, root: int):
-    """Send the root's dtype, shape and counts (lengths of blocks) to all ranks. Collective.
+    """Send the root's dtype, shape and counts (rows per block) to all ranks; collective.
 
-    Returns dtype, shape, counts and, on the root, the array. All ranks raise an error if dtype,
-    shape or counts are invalid.
+    Returns them and, on the root, the array. All ranks raise an error if one of them is invalid.
     """
     size = context.size
     # The root sends a code of the dtype, the byte order, the number of axes, their lengths and the

@@ -1,12 +1,8 @@
 """``algorithm="auto"``: choose an algorithm once per communicator and size class, by measuring.
 
-Vectors whose bytes round up to the same power of two are in the same size class. The first
-allreduce of a size class measures the possible algorithms one after the other, on this communicator
-and on a vector as long as the user's (up to a limit). The time of an algorithm is the time of the
-slowest rank, which all ranks learn, so all ranks make the same choice. The table of choices can be
-printed, stored in a checkpoint and restored, so that a resumed run adds in the same order as the
-run that wrote the checkpoint. Choices whose winner was clearly the fastest are stored in a file,
-for later runs on the same kind of cluster (`selection_cache`).
+Vectors whose bytes round up to the same power of two are in the same size class. The time of an
+algorithm is the time of the slowest rank, which all ranks learn, so all ranks make the same choice.
+A checkpoint can store the choices, so that a resumed run adds in the same order.
 """
 
 from __future__ import annotations
@@ -58,11 +54,11 @@ def size_class(nbytes: int) -> int:
 def table(comm: MPI.Comm) -> dict[str, dict]:
     """Return all choices and measurements of this communicator so far, as a dict for JSON.
 
-    For example ``{"1048576": {"algorithm": "ring", "ranks": 4, "from": "measured", "won": 1.0,
+    An example is ``{"1048576": {"algorithm": "ring", "ranks": 4, "from": "measured", "won": 1.0,
     "us": {"native": 812.0, "ring": 640.5}}}``. The key is the largest number of bytes in the size
-    class. ``won`` is the fraction of the measured rounds in which the algorithm was the fastest,
-    ``us`` are microseconds per call, and ``from`` is "measured", "cache", "checkpoint" or "more
-    ranks" (chosen before the death of a rank).
+    class (a range of lengths). ``won`` is the fraction of the measurements in which the algorithm
+    was the fastest, and ``us`` has the microseconds per call. ``from`` is "measured", "cache",
+    "checkpoint" or "more ranks" (chosen before the death of a rank).
     """
     return dict(_chosen(of(comm)))
 
@@ -75,9 +71,8 @@ def table_fingerprint(table: dict[str, dict]) -> str:
 def restore(comm: MPI.Comm, saved: dict[str, dict], origin: str = "checkpoint") -> None:
     """Restore the chosen algorithms from a result of `table`. Every rank must pass the same table.
 
-    Choices that were measured with another number of ranks are ignored, and the algorithms of these
-    size classes are measured again. In a later `table`, the restored choices have the value
-    `origin` under ``from``.
+    Choices that were measured with another number of ranks are ignored. In a later `table`, the
+    restored choices have the value `origin` under ``from``.
     """
     context = of(comm)
     for key, entry in saved.items():
@@ -96,9 +91,8 @@ def restore(comm: MPI.Comm, saved: dict[str, dict], origin: str = "checkpoint") 
 def remember_in(comm: MPI.Comm, folder: Path | None) -> None:
     """Store new choices of algorithms in `folder`, unless it is None. All ranks must call this.
 
-    Choices that were made before this call do not change. If `remember_in` is never called, the
-    folder is ``$XDG_CACHE_HOME/mpidist`` (by default ``~/.cache/mpidist``); with the environment
-    variable ``MPIDIST_SELECTION_CACHE=0`` the folder is None.
+    Without a call of `remember_in`, the folder is ``$XDG_CACHE_HOME/mpidist`` (by default
+    ``~/.cache/mpidist``), and nothing is stored if ``MPIDIST_SELECTION_CACHE=0`` is set.
     """
     context = of(comm)
     context.store["selection folder"] = folder
@@ -112,12 +106,7 @@ def _chosen(context: Context) -> dict[str, dict]:
 def candidates(context: Context) -> tuple[str, ...]:
     """Return the algorithms worth measuring on these nodes.
 
-    All ranks must make the first call for a communicator together, because it makes the memory that
-    the ranks of a node share. Later calls send nothing.
-
-    If all ranks are on one node, mpidist's algorithms that send messages are left out, because
-    shared memory is faster. If each rank is alone on its node, algorithms that need shared memory
-    are left out.
+    All ranks must make the first call for a communicator together.
     """
     memory = memory_of(context)
     nodes = memory.topology.nodes
@@ -172,10 +161,9 @@ def choose(context: Context, signature: Signature, reduction: Reduction, shape, 
 
 
 def remembered(comm: MPI.Comm) -> selection_cache.Remembered:
-    """Return the communicator's file of choices, which rank 0 uses. Its first call is collective.
+    """Return the object for the communicator's file of stored choices.
 
-    On the first call, rank 0 reads the file, and the choices in the file are put into the tables of
-    all ranks.
+    The first call for a communicator is collective.
     """
     context = of(comm)
     if "remembered" not in context.store:
@@ -248,10 +236,7 @@ def _measure(context: Context, signature: Signature, reduction, n: int, make, na
 
 
 def _fastest(names, typical: np.ndarray) -> int:
-    """Return the index of the fastest algorithm, or of a preferred one that is nearly as fast.
-
-    `typical` has the time of each algorithm in `names`.
-    """
+    """Return the index of the fastest algorithm, or of a preferred one that is nearly as fast."""
     best = int(typical.argmin())
     for other in _BEFORE.get(names[best], ("native",)):
         if other in names and typical[names.index(other)] <= _TIE * typical[best]:
@@ -260,10 +245,7 @@ def _fastest(names, typical: np.ndarray) -> int:
 
 
 def _rounds(context: Context, runs: list, calls: list[int], rounds: int) -> np.ndarray:
-    """Return the slowest rank's seconds per call: an array with shape (rounds, algorithms).
-
-    Collective. The order in which the algorithms run changes from round to round.
-    """
+    """Run each algorithm `rounds` times; return the slowest rank's seconds per call. Collective."""
     seconds = np.empty((rounds, len(runs)))
     for k in range(rounds):
         for j in range(len(runs)):

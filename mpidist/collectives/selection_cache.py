@@ -1,18 +1,11 @@
 """The measurements of ``algorithm="auto"``, in one file for each kind of machine and launch.
 
-The name of the file is a digest of everything that decides which algorithm is the fastest: the
-versions of the software (also of mpidist's code), the MPI library and its settings, MPI's thread
-level, the number of ranks on each node, the processor, and the network. On another cluster, or with
-another number of ranks, the file therefore has another name.
-
-A choice from a noisy measurement may be wrong, and must not be used in all later runs. A choice is
-stored only if the second-best algorithm took at least 1.1 times (`MARGIN`) as long as the best one,
-if the best one was the fastest in most rounds, and if no other program was running on the machine
-(`busy`). A choice that is not stored is measured in every run, and a stored choice is measured
-again after 7 days. When `mpidist launch` starts a job again after a failure, the job must choose
-the same algorithms as before the failure, so that its sums have the same bits. For a job that
-`mpidist launch` runs, all choices are therefore stored in the folder of the job. Only rank 0 reads
-and writes the file of choices. A file of choices that cannot be read or written is not an error.
+The name of the file is a digest of everything that decides which algorithm is the fastest, for
+example the software, the number of ranks on each node, the processor and the network. A choice is
+stored only if the second-best algorithm took at least 1.1 times as long (`MARGIN`), the best one
+was the fastest in most rounds, and no other program was running (`busy`). For a job that `mpidist
+launch` runs, all choices are stored in the folder of the job, because a restarted job must choose
+the same algorithms to get the same bits.
 """
 
 from __future__ import annotations
@@ -48,10 +41,7 @@ class Remembered:
         self.path = folder / f"selection-{self.fingerprint}.json" if folder else None
 
     def read(self, now: float) -> dict[str, dict]:
-        """Return the stored choices that are not too old at time `now`; {} if the file is damaged.
-
-        The keys are size classes of vectors, and each value has the chosen algorithm and its times.
-        """
+        """Return the stored choices that are not too old at time `now`; {} for a damaged file."""
         if self.path is None:
             return {}
         try:
@@ -63,11 +53,7 @@ class Remembered:
             return {}
 
     def keep(self, key: str, entry: dict, now: float) -> None:
-        """Add a choice to the file if it was clearly the fastest, or if `all_choices` is set.
-
-        `key` is the size class of the vectors, `entry` has the chosen algorithm and the measured
-        times, and `now` is the result of ``time.time()``.
-        """
+        """Add a choice to the file if it was clearly the fastest, or if `all_choices` is set."""
         clear = margin(entry["us"]) >= MARGIN and entry["won"] >= WON
         if self.path is None or not (clear or self.all_choices):
             return
@@ -81,7 +67,7 @@ class Remembered:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` to a file in such a way that readers see either all of it or none of it."""
+    """Write `text` to a file in such a way that readers see all of it or none of it."""
     # Two jobs may write at once, perhaps on two hosts. Each writes a temporary file of its own, and
     # the last one to rename its file wins.
     handle, part = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
@@ -103,10 +89,7 @@ def busy(ranks: int) -> bool:
 
 
 def margin(us: dict[str, float]) -> float:
-    """Return the ratio of the second-best time to the best time; infinity for a single time.
-
-    `us` has the time of each algorithm in microseconds.
-    """
+    """Return the ratio of the second-best time in `us` to the best; infinity for a single time."""
     times = sorted(us.values())
     return times[1] / times[0] if len(times) > 1 and times[0] > 0 else math.inf
 
@@ -117,10 +100,7 @@ def fingerprint(facts: dict) -> str:
 
 
 def facts_of(node_of: Sequence[int], mpi: Mapping[str, object]) -> dict:
-    """Return a description of all facts that decide which algorithm is fastest on these nodes.
-
-    `node_of` maps each rank to its node; `mpi` describes the MPI library and its settings.
-    """
+    """Return a description of all facts that decide which algorithm is fastest on these nodes."""
     return {
         "mpidist": __version__,
         "code": _digest(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))),

@@ -1,10 +1,8 @@
 """Test whether MPI can send device memory: ``mpiexec -n 2 python -m mpidist.gpu_direct``.
 
 An MPI library that cannot send device memory raises no error: it ends the process or delivers wrong
-bytes. Therefore this test runs in a job of its own. The job first removes the result file of an
-earlier test. Then the job runs the operations that mpidist uses on device arrays of several sizes.
-At its end the job writes a new result file for this host, MPI, cupy and driver, which says whether
-all results of the operations were right. `arrays.mpi_direct` reads the result file.
+bytes. Therefore this test runs in a job of its own, and writes its result to a file for this host,
+MPI, cupy and driver. `arrays.mpi_direct` reads the file.
 """
 
 from __future__ import annotations

@@ -1,18 +1,10 @@
 """`Gradients` averages a model's gradients over all ranks, in buckets, during the backward pass.
 
-The gradients are stored in an `Arena`, memory that the ranks of a node share, in the order in which
-the backward pass finishes them. In the first step, `Gradients` records the order in which the
-gradients become ready, and keeps this order in all later steps. A checkpoint stores this order,
-because the order in which the gradients of the ranks are added depends on it. A bucket is a part of
-the gradients that is sent in one piece. If there are several nodes, a bucket is sent as soon as its
-last gradient is ready. Each call of `ready` makes progress for all buckets that are being sent. If
-all ranks are on one node, no gradients are sent: all gradients are added in shared memory at the
-end of the step.
-
-The constructor of `Gradients` checks that its arguments are the same on all ranks
-(`exchange_settings.py`).
-
-Reference: Li et al., "PyTorch Distributed" (PyTorch's DDP), VLDB 13(12), 2020.
+The gradients are stored in memory that the ranks of a node share, in the order in which they became
+ready in the first step. A checkpoint stores this order, because the order of the additions depends
+on it. A bucket is a part of the gradients that is sent in one piece, as soon as its last gradient
+is ready. If all ranks are on one node, all gradients are added in shared memory at the end of the
+step. Reference: Li et al., "PyTorch Distributed" (PyTorch's DDP), VLDB 13(12), 2020.
 """
 
 from __future__ import annotations
@@ -48,10 +40,9 @@ from .progress_thread import Background
 class Gradients:
     """The gradients of all parameters, averaged over the ranks in each step.
 
-    Collective over `comm`, as are the methods `reduce` and `close`. The method `ready` is not
-    collective, and `begin` is collective only in the second step. In each step, call `begin`, then
-    `ready` for each gradient as soon as the gradient is final, and then `reduce`. `begin` may be
-    called again in a step as long as no bucket of this step has been sent.
+    Collective over `comm`, as are the methods `reduce` and `close`; `begin` is collective only in
+    the second step. In each step, call `begin`, then `ready` for each gradient as soon as the
+    gradient is final, and then `reduce`.
 
     Parameters
     ----------
@@ -65,36 +56,34 @@ class Gradients:
     overlap : bool
         Whether to exchange gradients between nodes while the backward pass still runs.
     progress : "hooks" or "thread"
-        What makes progress for the buckets that are being sent: with "hooks" every call of `ready`,
-        with "thread" a thread (``progress_thread.py`` describes the restrictions of a thread).
+        What calls MPI while gradients are being sent: every call of `ready`, or a thread. While the
+        thread runs, the program must call no other function of mpidist that communicates.
     order : sequence of str, optional
         Names in the order of backward, if this order is known from an earlier run.
     ranks_per_node : int, optional
         For tests: treat every group of this many consecutive ranks as a node.
     uses : mapping of name -> int, optional
         For a tensor that the model uses several times (tied weights): how many times `ready` is
-        called for the tensor in a step. The gradient of the tensor is final after the last of the
-        calls of `ready`. For all other tensors the number is 1.
+        called for it in a step. By default once.
 
     Attributes
     ----------
     views : dict of name -> array
-        The arrays into which a model writes its gradients. The second call of `begin` may replace
-        the arrays in the dict, so keep a reference to the dict and not to the arrays.
+        The arrays into which a model writes its gradients. The second call of `begin` may put other
+        arrays into the dict.
     extras : array
-        Two extra numbers, such as a loss, which are summed over the ranks together with the
-        gradients.
+        Two extra numbers that are summed over the ranks together with the gradients.
     overlapping : bool
         Whether buckets may be sent before `reduce` is called.
 
     Raises
     ------
     ConfigError
-        On all ranks: some parameter is not an array of real or complex numbers, or some setting is
+        On all ranks: a parameter is not an array of real or complex numbers, or a setting is
         invalid.
     MismatchError
-        On all ranks: the settings differ between the ranks, or the names, shapes, dtypes or order
-        of the parameters differ, or some rank is in another collective call than the others.
+        On all ranks: the ranks differ in settings, in the names, shapes, dtypes or order of the
+        parameters, or in the order of their calls.
     ProtocolError
         `ready` or `reduce` was called before `begin`, or `ready` was called more often than `uses`
         allows, or `begin` was called although buckets of the step have been sent.
@@ -171,11 +160,7 @@ class Gradients:
         self._cut(spec, names)
 
     def _cut(self, spec: dict, names: list[str]) -> None:
-        """Cut the gradients into buckets, numbered in the order in which backward finishes them.
-
-        `spec` has the shape and dtype of each gradient, and `names` the order of the gradients in
-        memory.
-        """
+        """Cut the gradients into buckets, numbered in the order in which backward finishes them."""
         total = sum(vector.nbytes for vector in self.vectors)
         limit = bucket_bytes(self._settings.bucket_bytes, total)
         self._starts, self._spans, self._bucket_of, self._least = [], [], {}, []
@@ -220,7 +205,9 @@ class Gradients:
     def begin(self, share: float) -> None:
         """Begin a training step in which this rank has the fraction `share` of all samples.
 
-        Collective only in the second step, in which the ranks agree on an order of the gradients.
+        Collective only in the second step, in which the ranks agree on an order of the gradients. A
+        program may call `begin` again in a step as long as no gradients of this step have been
+        sent.
         """
         if self._begun and self._next:
             self.refuse("Gradients.begin", ProtocolError(
@@ -250,8 +237,7 @@ class Gradients:
     def ready(self, name: str) -> None:
         """Declare that the gradient `name` is final in this step.
 
-        For a tensor that the model uses several times (argument `uses`), call `ready` once per use;
-        only the last call makes the tensor's gradient final.
+        For a tensor that the model uses several times (argument `uses`), call `ready` once per use.
         """
         awaited = self._awaited.get(name, 0) - 1 if isinstance(name, str) else -1
         if awaited < 0:
@@ -270,10 +256,7 @@ class Gradients:
             self.exposed_seconds += time.perf_counter() - began
 
     def refuse(self, what: str, error: MpidistError) -> NoReturn:
-        """Raise `error` and send it to all ranks, which stop the exchange of all buckets.
-
-        `what` is the name of the call that fails.
-        """
+        """Raise `error`, with which the call `what` fails, and send it to all ranks."""
         if self._next:
             self.context.break_off(error)
             raise error
@@ -304,9 +287,8 @@ class Gradients:
     def reduce(self, *extras: float) -> None:
         """Finish the exchange; `views` then have the sum over all ranks of share * gradient.
 
-        Collective; in place. `extras` are up to two numbers; every rank passes equally many. After
-        the call, `Gradients.extras` has the sums of the extras over the ranks. Extras are not
-        multiplied by `share`.
+        Collective; in place. `extras` are up to two numbers; every rank passes equally many. They
+        are not multiplied by `share`, and their sums over the ranks are then in `Gradients.extras`.
         """
         with self.context.call("Gradients.reduce"):
             if not self._begun:
@@ -367,8 +349,7 @@ class Gradients:
     def hidden(self) -> float | None:
         """Return the fraction of the exchange time that overlapped with the backward pass, or None.
 
-        The result is None if the time of an exchange without a backward pass was not measured, as
-        on one node, or before the first complete step.
+        The result is None on one node, and before the first complete step.
         """
         if not self.alone_seconds or not self.steps:
             return None
@@ -376,10 +357,7 @@ class Gradients:
         return round(min(1.0, max(0.0, 1 - exposed)), 4)
 
     def abandon(self) -> None:
-        """End the thread that makes progress for messages.
-
-        The memory of the gradients is not freed, because other ranks may still write to it.
-        """
+        """End the thread that makes progress for messages, but keep the gradients' memory."""
         if self._background is not None:
             self._background.close()
             self._background = None
@@ -387,8 +365,7 @@ class Gradients:
     def close(self) -> None:
         """Free the memory; a second call does nothing.
 
-        `close` sends no messages, but all ranks must call it between the same two collective
-        operations.
+        All ranks must call `close` between the same two collective operations.
         """
         if self._background is not None:
             for handle in self._background.take():  # of a step without `reduce`

@@ -131,10 +131,7 @@ def checked_share(share, closed: bool) -> float:
 
 
 def wrong_ready(name, uses: Mapping[str, int], begun: bool) -> MpidistError:
-    """Return the error to raise for an unexpected call of `Gradients.ready` with `name`.
-
-    `begun` says whether `Gradients.begin` was called in this step.
-    """
+    """Return the error to raise for an unexpected call of `Gradients.ready` with `name`."""
     if not isinstance(name, str) or name not in uses:
         near = nearest(name, uses)
         return ConfigError(f"ready({shown(name)}): no parameter has this name{near}")

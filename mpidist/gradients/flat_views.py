@@ -17,10 +17,7 @@ EXTRAS = "(extras)"
 
 
 def loss_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
-    """Return the dtype for a loss: the widest real dtype of the gradients, at least float32.
-
-    Sums of losses would lose too many digits in float16.
-    """
+    """Return the dtype for a loss: the widest real dtype of the gradients, at least float32."""
     wide = {dtype for dtype in dtypes if dtype.kind == "f" and dtype.itemsize >= 4}
     return max(wide, key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
 
@@ -28,9 +25,7 @@ def loss_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
 def with_extras(shapes: Mapping, loss: np.dtype | None = None) -> dict:
     """Return a dict name -> (shape, dtype) of gradients and extras, in their order in memory.
 
-    The extras are two numbers that are summed with the gradients, such as the loss. The extras have
-    the dtype `loss`, by default `loss_dtype` of the gradients. The vector that contains the extras
-    comes first.
+    The extras are two numbers of dtype `loss` that are summed with the gradients.
     """
     first = loss or loss_dtype(dtype for _, dtype in shapes.values())
     return {
@@ -43,9 +38,8 @@ def with_extras(shapes: Mapping, loss: np.dtype | None = None) -> dict:
 def allocate(spec: Mapping, xp, rows: tuple[int, ...] = ()) -> tuple[dict, list]:
     """Allocate vectors of zeros with the array module `xp`; return (views by name, vectors).
 
-    `spec` maps each name to (shape, dtype); the arrays of one dtype are views of one vector.
-
-    With ``rows=(k,)`` each vector has the shape (k, n) instead of (n,), and each view (k, *shape).
+    `spec` maps each name to (shape, dtype); the arrays of one dtype are views of one vector. With
+    ``rows=(k,)`` each vector has the shape (k, n) instead of (n,), and each view (k, *shape).
     """
     views: dict = {}
     vectors: list = []
@@ -65,10 +59,7 @@ def flat_views(
 ) -> tuple[dict, list]:
     """Allocate zeros for the gradients of `parameters`; return (views by name, vectors).
 
-    With ``rows=(k,)`` each vector has the shape (k, n) instead of (n,). `loss` is the dtype of the
-    extras, the two extra numbers; by default `loss_dtype` chooses it. In a pipeline, each rank has
-    only some layers, perhaps none with the widest dtype, so the caller passes the dtype of the
-    loss.
+    With ``rows=(k,)`` each vector has the shape (k, n) instead of (n,).
     """
     shapes = {name: (array.shape, array.dtype) for name, array in parameters.items()}
     # A stage of a pipeline (a rank with some of the layers) may have a loss and no parameters.

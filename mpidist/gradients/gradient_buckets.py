@@ -3,11 +3,10 @@
     order of backward   d3.b d3.w | d2.b d2.w d1.b | c2.w c1.w loss     a bucket is sent when its
     bucket                  0     |       1        |      2             last gradient is ready
 
-Each bucket costs a fixed time c, and the exchange of the last bucket does not overlap with the
-backward pass. With N bytes of gradients, buckets of s bytes, a fixed time c per bucket, and b
-seconds per byte, the exchange makes the step longer by (N / s) c + s b. This extra time is least
-for buckets of s = sqrt(N c / b) bytes. For gradients of 1 to 100 MB on Ethernet of 1 to 10 Gbit/s,
-the best bucket size is between N/8 and N/40, so "auto" takes N/16.
+With N bytes of gradients, buckets of s bytes, a fixed time c per bucket, and b seconds per byte,
+the exchange makes the step longer by (N / s) c + s b, because the exchange of the last bucket does
+not overlap with the backward pass. This extra time is least for s = sqrt(N c / b). For gradients of
+1 to 100 MB on Ethernet of 1 to 10 Gbit/s, the best s is between N/8 and N/40, so "auto" takes N/16.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ def bucket_bytes(wanted: int | str, total: int) -> int:
 def cut_buckets(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
     """Group tensors of `sizes` bytes into buckets; return each bucket's first and end index.
 
-    A bucket ends when it has reached `limit` bytes; a tensor is never cut. The first and the last
-    bucket are shorter and end at a quarter of `limit`, because the network is idle until the first
-    bucket is sent, and the exchange of the last bucket does not overlap with backward.
+    A bucket ends when it has reached `limit` bytes; the first and the last bucket end at a quarter
+    of `limit`. A tensor is never cut.
     """
     buckets: list[tuple[int, int]] = []
     first = filled = 0

@@ -1,11 +1,8 @@
 """A thread that calls MPI to make progress for messages while the program computes.
 
-MPI makes progress only inside MPI calls. While a long layer computes its gradients, the program
-makes no MPI calls, so a thread can make these calls instead. The thread is not the default, because
-it needs MPI.THREAD_MULTIPLE and takes a little processor time every half millisecond.
-docs/benchmarks.md compares training with and without the thread. While the thread runs, the program
-must call no other function of mpidist that communicates, because two threads would then make
-progress for the same operation.
+MPI makes progress only inside MPI calls, and the program makes none while a long layer computes its
+gradients. The thread needs MPI.THREAD_MULTIPLE, and takes a little processor time every half
+millisecond. While it runs, the program must call no other function of mpidist that communicates.
 """
 
 from __future__ import annotations

@@ -6,17 +6,10 @@
                   one exchange averages the arena in place
     step()        the optimizer finds the means in p.grad; otherwise a hook raises an error
 
-An arena is memory that all ranks of a node share. With several nodes, a hook copies each gradient
-into the arena as soon as autograd has computed it, and buckets of gradients are sent while backward
-still runs (`exchange.py`). If the backward pass runs again before `average`, the exchange that has
-begun is finished first. The new gradients are then added to the means that this exchange has made.
-A second exchange in the same step does not change the means of the first exchange: these means are
-equal on all ranks, and the mean of equal values is the same value.
-
-A parameter that no rank has used in a step has no gradient, and the optimizer does not change it.
-With the gradients, each rank sends a 1 for every parameter that it has used, and a 0 for the
-others. The sum of a parameter's numbers over the ranks shows whether any rank has used it. A
-parameter that at least one rank has used gets a mean gradient on all ranks.
+The arena is memory that all ranks of a node share. With several nodes, a hook copies each gradient
+into the arena as soon as autograd has computed it, and gradients are sent while backward still
+runs. A parameter that no rank has used in a step has no gradient, and the optimizer does not change
+it; a parameter that at least one rank has used gets a mean gradient on all ranks.
 """
 
 from __future__ import annotations
@@ -48,8 +41,8 @@ _step_hooks: list = []
 def attach(comm: MPI.Comm, module) -> Attached:
     """Prepare a PyTorch module so that its gradients can be averaged over all ranks.
 
-    Collective over `comm`. `attach` first gives every rank the parameters and buffers of rank 0.
-    After each backward pass ``average()`` exchanges the gradients:
+    Collective over `comm`. `attach` gives every rank the parameters and buffers of rank 0. The
+    method ``average()`` of the result exchanges the gradients:
 
     >>> gradients = md.attach(comm, model)
     >>> for x, y in batches:
@@ -62,17 +55,17 @@ def attach(comm: MPI.Comm, module) -> Attached:
     ----------
     comm : mpi4py.MPI.Comm
     module : torch.nn.Module
-        The same on every rank. The gradients of all parameters that require a gradient when
-        `attach` is called are averaged.
+        A module with the same parameters on every rank. The gradients of all parameters that
+        require a gradient when `attach` is called are averaged.
 
     Raises
     ------
     ConfigError
-        On all ranks, if `module` is not a PyTorch module, or is attached already. Also if none of
-        its parameters requires a gradient, or if one has no shape (lazy layers).
+        On all ranks, if `module` is not a PyTorch module, is attached already, has no parameter
+        that requires a gradient, or has a parameter without a shape (lazy layers).
     MismatchError
-        On all ranks: the parameters that require a gradient differ between the ranks in names,
-        shapes, dtypes or order.
+        On all ranks, if the parameters that require a gradient differ in names, shapes, dtypes or
+        order.
     """
     return Attached(comm, module)
 
@@ -145,7 +138,7 @@ class Attached:
     # -- in backward -------------------------------------------------------------------
 
     def _comes(self, slot: Slot, gradient) -> None:
-        """Hook: before autograd adds to a gradient that was sent, finish the exchange."""
+        """Hook: before autograd adds to a gradient that is being sent, finish the exchange."""
         if slot.sent and self._leaves():
             with self.context.call("backward"):
                 self._exchange(last=False)
@@ -193,27 +186,25 @@ class Attached:
 
         Collective over the communicator. Call `average` after the last backward pass of a step,
         before gradients are clipped and before the optimizer's ``step``. If only some ranks have a
-        gradient of a parameter, the missing gradients of the other ranks count as zero. If no rank
-        has a gradient of a parameter, the parameter stays without a gradient.
+        gradient of a parameter, the missing ones count as zero. If no rank has a gradient of a
+        parameter, its ``grad`` stays None.
 
         Parameters
         ----------
         weight : float, optional
-            Weight of this rank's gradient, such as its number of samples. Pass a weight either at
-            every step or at no step, because the first step decides whether buckets are sent during
-            backward.
+            Weight of this rank's gradient, for example its number of samples. Pass a weight at
+            every step or at no step.
 
         Raises
         ------
         ConfigError
             If a weight was passed at the first step but not at this step, or at this step but not
-            at the first step. Also if `md.allreduce` does not accept the weight.
+            at the first one, or if `md.allreduce` does not accept the weight.
         MismatchError
-            On all ranks: some ranks are in another collective call than the others, or the ranks
-            have made different numbers of backward passes while gradients were being sent.
+            On all ranks, if the ranks differ in the order of their calls, or if gradients are sent
+            during backward and the ranks differ in the number of backward passes.
         ProtocolError
-            The program changed a gradient after backward, although the gradient had already been
-            sent.
+            If the program has changed a gradient after backward had already sent it.
         """
         with self.context.call("average"):
             if self._closed:
@@ -292,8 +283,8 @@ class Attached:
     def close(self) -> None:
         """Remove all hooks from the module, which keeps its last gradients.
 
-        A second call does nothing. `close` sends no messages, but all ranks must call it between
-        the same two collective operations.
+        All ranks must call `close` between the same two collective operations. A second call does
+        nothing.
         """
         if not self._closed:
             self._closed = True

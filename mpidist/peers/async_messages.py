@@ -6,10 +6,6 @@ ASP (asynchronous parallel) means that no rank waits for another rank.
                             the newest model of each peer
                             sends its model to the peers of this round that have received its
                             previous message
-
-So at most one message is on its way from a rank to a peer. If a peer is slow, a fast rank leaves
-out models that the peer would receive late anyway. The sends use MPI_Issend, so that also the send
-of a short message is complete only when the peer receives the message.
 """
 
 from __future__ import annotations
@@ -31,8 +27,8 @@ class AsyncMessages:
     Attributes
     ----------
     sent, skipped : int
-        The number of messages that were sent, and the number of messages that were left out because
-        the peer had not received the previous message.
+        The number of messages that were sent, and the number that were left out because the peer
+        had not received the message before.
     oldest : int
         The largest number of rounds by which a received model was older than this rank's model.
     """
@@ -50,12 +46,7 @@ class AsyncMessages:
         self._received = np.zeros(comm.size, np.int64)
 
     def average(self, wait: Wait) -> None:
-        """Do the next round: average with the models that have arrived, and send this rank's model.
-
-        This method does not wait for a peer.
-
-        The argument `wait` is not used; `PeerMessages.average` needs it.
-        """
+        """Do the next round: average with the models that have arrived, and send this rank's."""
         self.round += 1
         self._progress()
         if self._newest:
@@ -74,11 +65,7 @@ class AsyncMessages:
             self.sent += 1
 
     def finish(self, wait: Wait) -> None:
-        """Receive all models that are on the way, and drop them. Collective.
-
-        Afterwards the caller sets all ranks to the mean of all models, so no rank needs the models
-        that were on the way.
-        """
+        """Receive all models that are on the way, and drop them. Collective."""
         expected = np.empty_like(self._counts)
         wait(tester(self.comm.Ialltoall(self._counts, expected)))
         wait(lambda: self._progress() and np.array_equal(self._received, expected))

@@ -33,7 +33,7 @@ def nested_arrays(tree: Mapping) -> list:
 class MixedArrays:
     """The arrays of this rank that are averaged with other ranks; on the host or on a device.
 
-    All ranks must have arrays of the same shapes. Only floating-point arrays are averaged.
+    All ranks must have arrays of the same shapes.
 
     Parameters
     ----------
@@ -66,8 +66,7 @@ class MixedArrays:
         """Replace the arrays by their weighted mean with the arrays of other ranks in `messages`.
 
         `messages` has pairs (message, ratio). The weight of a message is `ratio` times the weight
-        of this rank's arrays, and the sum of all weights is 1. The messages are added in their
-        order. Arrays of float16 or bfloat16 are rounded once, after all are added.
+        of this rank's arrays, and the sum of all weights is 1.
         """
         own = 1 / (1 + sum(ratio for _, ratio in messages))
         for array, (start, stop) in zip(self.arrays, self._places, strict=True):
@@ -95,10 +94,7 @@ class MixedArrays:
                 start = stop
 
     def distance(self, before: Sequence) -> tuple[float, float]:
-        """Return two sums over all elements: of squared differences from `before`, and of squares.
-
-        `before` has arrays of the same shapes.
-        """
+        """Return two sums over all elements: of squared differences from `before`, and squares."""
         apart = length = 0.0
         for array, other in zip(self.arrays, before, strict=True):
             xp, wide = array_module(array), np.float64
@@ -126,8 +122,8 @@ def largest_of_all(comm, arrays: Sequence) -> None:
 def average_state(comm, tree: dict) -> None:
     """Set an optimizer's state (nested dicts of arrays) to its mean over all ranks, in place.
 
-    An integer, such as a count of updates, is set to its largest value on all ranks instead.
-    Collective over `comm`.
+    An integer, such as a count of updates, is set to its largest value on all ranks. Collective
+    over `comm`.
     """
     arrays = nested_arrays(tree)
     MixedArrays(arrays).average(comm)

@@ -6,8 +6,6 @@ in this round. Under SSP (stale synchronous parallel), a model may arrive a few 
     begin    pack the model, post the receives of this round, send to the peers of this round
     wait     until the models that `RoundGate` asks for have arrived
     finish   average with all models that have arrived
-
-A message is never changed while MPI may read it. Each received model is used in one average.
 """
 
 from __future__ import annotations
@@ -32,18 +30,14 @@ Wait = Callable[[Callable[[], bool]], None]
 def send_model(comm: MPI.Comm, message: np.ndarray, peer: int, *, matched: bool = False) -> list:
     """Begin to send a message with a model to the rank `peer`; return the MPI requests.
 
-    The message is sent in pieces that are short enough for MPI. With `matched`, a send is complete
-    only when the peer has begun to receive (MPI_Issend).
+    With `matched`, a send is complete only when the peer has begun to receive (MPI_Issend).
     """
     call = comm.Issend if matched else comm.Isend
     return [call(piece, peer, _TAG) for piece in message_pieces(message)]
 
 
 def receive_model(comm: MPI.Comm, message: np.ndarray, peer: int) -> list:
-    """Begin to receive a message with a model from the rank `peer`; return the MPI requests.
-
-    The messages of a peer arrive in the order in which they were sent.
-    """
+    """Begin to receive a message with a model from the rank `peer`; return the MPI requests."""
     return [comm.Irecv(piece, peer, _TAG) for piece in message_pieces(message)]
 
 
@@ -113,8 +107,7 @@ class PeerMessages:
     def finish(self, wait: Wait) -> None:
         """Receive all models that are on the way, and drop them.
 
-        Afterwards the caller sets all ranks to the mean of all models, so no rank needs the models
-        that were on the way. All ranks must have done the same number of rounds.
+        All ranks must have done the same number of rounds.
         """
         wait(lambda: self._progress() and not self._receiving and not self._sending)
         self._free += self._here.values()
@@ -129,7 +122,7 @@ class PeerMessages:
         return all(one.round > newest for one in self._sending)
 
     def _progress(self) -> bool:
-        """Receive messages that have arrived, and free the memory of sent ones. Returns True."""
+        """Receive messages that have arrived, free the memory of sent ones, and return True."""
         for one, (message, requests) in list(self._receiving.items()):
             if not MPI.Request.Testall(requests):
                 continue

@@ -7,11 +7,10 @@ models that it receives:
                             round 1   0 <-> 2   1 <-> 3      each rank has the mean of all
     ring, 4 ranks           round 0   3 <-> 0 <-> 1 <-> 2 <-> 3 ...
 
-The models after a round are ``M @ models`` with a matrix M (`PeerPlan.matrix`). Let d be the
-largest number of messages that a rank sends in the round. Then each received model has the weight
-1 / (1 + d), and the rank's own model has the rest, so that all weights add up to 1. If each rank
-sends as many messages as it receives, all rows and all columns of M have the sum 1 (M is doubly
-stochastic). Then a round does not change the mean of all models.
+If d is the largest number of messages that a rank sends in the round, each received model has the
+weight 1 / (1 + d), and the rank's own model has the rest. If each rank sends as many messages as it
+receives, a round does not change the mean of all models. The spread in the table says how different
+the models still are; it is 1 at first.
 
 ========= =================================== ========================== ==========================
 graph     a rank sends to                     messages a round           rounds to a spread of 1e-3
@@ -21,11 +20,6 @@ butterfly one rank at the distance 2^k        1                          log2 p,
 ring      its two neighbours                  2                          grows with p^2
 halton    p/2, p/4, 3p/4, p/8, ... ahead      log2 p                     few, if all are connected
 ========= =================================== ========================== ==========================
-
-The spread (`PeerPlan.spread`) says how different the models still are; it is 1 at first. If p is a
-power of two, all models are equal to the mean after log2 p rounds of "butterfly". If p is no power
-of two, "butterfly" sends to the rank 2^k ahead in round k, and after ceil(log2 p) rounds the models
-are close to each other but not equal.
 
 "halton" is the graph of MALT: Li et al., "MALT: distributed data-parallelism for existing ML
 applications", EuroSys 2015.
@@ -95,11 +89,7 @@ class PeerPlan:
         return found
 
     def spread(self, rounds: int) -> float:
-        """Return how different the models are after some rounds: 1 at first, 0 if all are equal.
-
-        The spread is the largest row sum of ``abs(P - 1/p)``, divided by its value before the first
-        round. P is the product of the matrices of the rounds, and p is the number of ranks.
-        """
+        """Return how different the models are after some rounds: 1 at first, 0 if all are equal."""
         return _spread(self._product(rounds))
 
     def rounds_to(self, spread: float) -> int:
@@ -150,8 +140,8 @@ def ring_rounds(size: int) -> list[Round]:
 def butterfly_rounds(size: int) -> list[Round]:
     """Return rounds in which each rank sends to one other rank: in round k, to one 2^k away.
 
-    If `size` is a power of two, the numbers of the two ranks differ in one bit, and they send to
-    each other. Otherwise each rank sends to the rank 2^k ahead.
+    If `size` is a power of two, the two ranks send to each other. Otherwise each rank sends to the
+    rank 2^k ahead.
     """
     strides = [1 << k for k in range((size - 1).bit_length())]
     if size & (size - 1):
@@ -160,10 +150,7 @@ def butterfly_rounds(size: int) -> list[Round]:
 
 
 def halton_rounds(size: int) -> list[Round]:
-    """Return one round in which each rank sends p/2, p/4, 3p/4, ... ranks ahead.
-
-    The fractions are the first log2 p numbers of the Halton sequence of base 2, and p is `size`.
-    """
+    """Return one round in which each of p ranks sends to ranks p/2, p/4, 3p/4 and so on ahead."""
     return [_shifted(size, *(int(size * halton_number(k + 1)) for k in range(_log2(size))))]
 
 
@@ -193,9 +180,8 @@ def peer_plan(graph, size: int) -> PeerPlan:
     ----------
     graph : str, sequence of sequences, or function
         "all", "ring", "butterfly" or "halton"; or a sequence that has, for each rank, the ranks to
-        which it sends; or a function of (rank, number of ranks, round) that returns the ranks to
-        which `rank` sends in this round. The function is called for the rounds 0 to size - 1, which
-        are then repeated.
+        which it sends; or a function of (rank, number of ranks, round) that returns them. The
+        rounds 0 to size - 1 of the function are repeated.
     size : int
         The number of ranks.
 
@@ -203,7 +189,7 @@ def peer_plan(graph, size: int) -> PeerPlan:
     ------
     ConfigError
         There is only one rank, the graph is not valid, a round would change the mean of all models,
-        or no messages connect some ranks with others, not even through further ranks.
+        or the messages of all rounds do not connect all ranks.
     """
     check_graph(graph)
     if size < 2:
@@ -284,11 +270,7 @@ def _check_round(size: int, number: int, one: Round) -> None:
 
 
 def _check_connected(size: int, rounds: Sequence[Round]) -> None:
-    """Raise ConfigError unless the messages of all rounds connect all ranks.
-
-    Each rank sends as many messages as it receives. So if there is a path of messages from one rank
-    to another, there is a path back. Therefore this function ignores the directions of messages.
-    """
+    """Raise ConfigError unless the messages of all rounds connect all ranks."""
     parts = list(range(size))
 
     def top(rank: int) -> int:

@@ -2,16 +2,11 @@
 
 A rank begins round k by sending its model to its peers of this round. The bound b is the number of
 rounds by which a model may arrive late: the rank waits until all models of the rounds up to k - b
-have arrived. Then it averages its own model with all models that have arrived, and goes on with its
-steps:
+have arrived. Then it averages its own model with all models that have arrived.
 
     b = 0 (BSP)   a rank waits for the models of this round
     b = 2         a rank waits for the models of two rounds ago, so a short pause of a peer does
                   not stop it
-
-No rank waits for ever. The rank that has done the fewest rounds can always go on: all other ranks
-have already begun its round, so all models that it needs are on the way. The tests try every order
-of events.
 """
 
 from __future__ import annotations
@@ -60,11 +55,7 @@ class RoundGate:
         self.arrived.append(one)
 
     def may_finish(self) -> bool:
-        """Whether this rank may end its round and average.
-
-        The rank may do so when all models of the rounds up to ``round - bound`` have arrived.
-        `bound` is the number of rounds by which a model may arrive late.
-        """
+        """Whether all models have arrived for which this rank must wait before it may average."""
         return all(one.round > self.round - self.bound for one in self.missing)
 
     def take(self) -> list[Expected]:

@@ -1,8 +1,4 @@
-"""The last actions of a process that ends without the clean-up of MPI or of Python.
-
-The process prints its error, removes the names of its shared-memory files, waits until the launcher
-has read its output, and flushes its open files.
-"""
+"""The last actions of a process that ends without the clean-up of MPI or of Python."""
 
 from __future__ import annotations
 
@@ -30,9 +26,7 @@ READ_BY = 10.0
 def unlink_segments(prefixes: str | tuple[str, ...] = SEGMENTS) -> None:
     """Remove the names of the shared-memory files that the MPI library of this process has made.
 
-    A process calls this function when it may soon be killed, because MPICH leaves megabytes in
-    /dev/shm when a job is aborted. A process that has mapped such a file into its memory can go on
-    using it without the name. The names of these files begin with `prefixes`.
+    The names begin with `prefixes`.
     """
     for path in mpi_segments(["self"], prefixes):
         with contextlib.suppress(OSError):
@@ -40,10 +34,7 @@ def unlink_segments(prefixes: str | tuple[str, ...] = SEGMENTS) -> None:
 
 
 def wait_for_the_reader(seconds: float = READ_BY) -> bool:
-    """Wait until the launcher has read the output of this process; return whether it has.
-
-    The function waits at most `seconds` seconds.
-    """
+    """Wait at most `seconds` until the launcher has read all output; return whether it has."""
     deadline = time.monotonic() + seconds
     while (unread := any(map(_unread, (1, 2)))) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -91,9 +82,8 @@ def one_line(error: BaseException) -> str:
 def end_process(code: int, *, now: bool) -> None:
     """At exit, end this process without MPI_Finalize, which may never return after a death.
 
-    If possible, this function returns, and Python itself then ends the process, because Python
-    knows the exit code of a ``raise SystemExit(4)``. If Python cannot end the process without
-    MPI_Finalize, or if `now` is true, the process ends in this function with exit code `code`.
+    If possible, the function returns and lets Python end the process with the exit code that Python
+    knows. Otherwise, and if `now` is true, the process ends here with exit code `code`.
     """
     if now or not _leave_out_finalize():
         flush_files()

@@ -1,10 +1,6 @@
 """A pool of host buffers for operations, with a limit in bytes.
 
-Without the pool, each plan (an operation that is prepared once and run often) would keep buffers of
-its own, although only one plan runs at a time. With the pool, plans share buffers: between two
-operations any plan may take any idle buffer. The size of a buffer is rounded up to 4, 5, 6 or 7
-times a power of two. Therefore arrays of nearly equal size use the same buffer, and at most a fifth
-of a buffer is unused.
+Between two operations any operation may take any idle buffer.
 """
 
 from __future__ import annotations
@@ -36,8 +32,8 @@ class BufferPool:
     Attributes
     ----------
     limit : int
-        The largest number of bytes that idle buffers may have. Beyond this limit, the buffers that
-        were unused for the longest time are freed.
+        The largest number of bytes that idle buffers may have. Beyond it, the buffers that were
+        unused for the longest time are freed.
     kept : int
         The bytes of all idle buffers.
     """

@@ -1,8 +1,6 @@
 """Checks of the argument `comm`, translation of ranks, and the communicators of elastic groups.
 
 An elastic group is a group of ranks that goes on after a rank has died.
-
-The checks run when mpidist makes its state for a communicator, and not in every operation.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ _INNER = (str(Path(__file__).parents[1]) + os.sep, str(Path(os.__file__).parent)
 def check_comm(comm) -> None:
     """Raise ConfigError unless `comm` is a valid intracommunicator that includes this rank.
 
-    Raises ClosedError for a communicator of an elastic group that has ended because a rank has
-    died. The error text names the public function that was called.
+    Raises ClosedError for a communicator that has ended because a rank has died.
     """
     if ended := getattr(comm, "ended", ""):
         raise ClosedError(f"{_entry()}: {ended}")
@@ -58,8 +55,7 @@ def translated_rank(rank: int, comm: MPI.Comm, other: MPI.Comm) -> int:
 def one_step(call: Callable) -> Callable:
     """Return MPI's own method for `call`, a blocking method of an `ElasticComm`.
 
-    After the call of MPI, the method of an `ElasticComm` checks whether a rank has died
-    (`Membership.look`). MPI's own method does not check this, so its caller must.
+    MPI's own method does not check whether a rank has died, so the caller must.
     """
     inner = getattr(call, "__wrapped__", None)
     return call if inner is None else partial(inner, call.__self__)  # type: ignore[attr-defined]
@@ -78,11 +74,7 @@ def has_rank_of(comm: MPI.Comm, dead: MPI.Group) -> bool:
 class ElasticComm(MPI.Intracomm):
     """A communicator of an elastic group, whose ranks go on after one of them has died.
 
-    The object `membership` records all communicators that are made from this one.
-
-    The blocking collectives of this class check before they return whether a rank has died. Without
-    this check, these collectives could return incomplete data: if a death interrupts a collective,
-    Open MPI 5.0.11 may return as if the collective had succeeded.
+    The blocking collectives of this class check before they return whether a rank has died.
     """
 
     #: The `ulfm.Membership` to which the communicator belongs.
@@ -143,10 +135,7 @@ def _blocking(comm: ElasticComm, call, arguments, settings):
 
 
 def _making(make):
-    """Return a method that makes a communicator like the method `make` of MPI.
-
-    The membership of the elastic group (ranks that go on after a death) records the communicator.
-    """
+    """Return a method that makes a communicator by MPI's method `make`, and records it."""
 
     @wraps(make)
     def registering(self, *args, **settings):
@@ -236,12 +225,7 @@ def _entry() -> str:
 
 
 def public_call(frame: types.FrameType | None) -> str:
-    """Return a text on what a thread does, such as ``, in md.allreduce (train.py:31)``, or "".
-
-    `frame` is the innermost Python frame of the thread. If public functions call each other, the
-    text names the innermost of these functions. In a training run, the text therefore names the
-    exchange that waits, and not ``md.train``.
-    """
+    """Return a text on what a thread does, such as ``, in md.allreduce (train.py:31)``, or ""."""
     name = ""
     while frame is not None and frame.f_code.co_filename.startswith(_INNER):
         name = name or _public(frame.f_code.co_qualname)

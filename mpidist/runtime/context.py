@@ -3,11 +3,6 @@
 A `Context`, mpidist's state for a communicator, is an MPI attribute of the communicator, so users
 pass only their mpi4py communicator. `free(comm)` closes the context. A context that is still open
 when the program exits is closed before MPI is finalised.
-
-`Context.wait` calls a test function until it returns true. When a wait lasts longer than a moment,
-the ranks tell each other which operation they are in (`statuses.py`), so ranks in different
-operations raise `MismatchError` together and do not hang. `Context.call` guards a call of a public
-function and reports its exception to the other ranks.
 """
 
 from __future__ import annotations
@@ -97,19 +92,13 @@ class Context:
 
     @property
     def counters(self) -> events.Counters:
-        """The messages and bytes that this rank has sent, received and reduced so far.
-
-        The counts include all operations on this communicator.
-        """
+        """The messages and bytes of this rank so far on this communicator."""
         for runs in self.runs:
             runs.take(self.sent)
         return self.sent
 
     def count(self, counters: events.Counters, reader=None, *, numbers=False) -> events.Runs:
-        """Return a new counter of an operation's runs; the property `counters` includes it.
-
-        The argument `counters` has the counts of one run; `events.Runs` explains the other two.
-        """
+        """Return a new counter of an operation's runs; the property `counters` includes it."""
         runs = events.Runs(counters, reader, numbers)
         self.runs.append(runs)
         return runs
@@ -128,10 +117,7 @@ class Context:
 
     @property
     def sequence(self) -> int:
-        """The number of the newest operation, equal on all ranks that are in it.
-
-        The number includes the runs of fast plans (prepared operations), which count themselves.
-        """
+        """The number of the newest operation, equal on all ranks that are in it."""
         return self.begun + sum(runs.number() for runs in self.runs if runs.numbers)
 
     def operation(self, sequence: int) -> Signature | None:
@@ -142,9 +128,9 @@ class Context:
     def begin(self, signature: Signature, runs: events.Runs | None = None) -> int:
         """Begin the next operation, which `signature` describes in the same way on all ranks.
 
-        Adds one to ``runs.times`` (a count of runs) if `runs` is given. Returns the number of the
-        operation, which is the argument of the method `tag`. Returns 0 if ``runs.numbers`` is true,
-        because then only `runs` counts the operation, and its messages need no tag.
+        Returns the number of the operation, which is the argument of the method `tag`. Adds one to
+        ``runs.times`` (a count of runs) if `runs` is given. If ``runs.numbers`` is true, only
+        `runs` counts the operation, and the result is 0.
         """
         if self.stopped and (self.failed or self.caller != threading.get_ident()):
             self.check_free(signature.kind)
@@ -161,8 +147,8 @@ class Context:
         """Raise an error if this thread must not begin an operation now.
 
         Returns whether this thread is inside another mpidist call. If this rank has raised an
-        exception instead of beginning an operation, the next call of `check_free` is collective: it
-        checks that all ranks have raised an exception, too.
+        exception instead of beginning an operation, the method is collective: it checks that all
+        ranks have raised an exception.
         """
         self._check_thread(kind)
         if self.closed:
@@ -191,22 +177,14 @@ class Context:
             raise wrong_thread(kind, self)
 
     def begin_agreed(self, signature: Signature, what: str) -> None:
-        """Begin the preparation `what`, and prove that all ranks begin it. Collective.
-
-        The preparation of an operation, such as "first call", has an operation number of its own.
-        If another rank already has a plan (the prepared operation) and skips the preparation, the
-        ranks have different operations with the same number, and they notice the difference.
-        """
+        """Begin the preparation `what`, and check that all ranks begin it. Collective."""
         signature = signature._replace(extra=", ".join(filter(None, (what, signature.extra))))
         self.begin(signature)
         self.agree(signature)
         self.under_way = False
 
     def tag(self, number: int) -> int:
-        """Return the message tag of operation `number`.
-
-        Tags begin again from 0 after `tag_limit` operations.
-        """
+        """Return the message tag of operation `number`; tags begin again after `tag_limit`."""
         return number % self.tag_limit
 
     # -- waiting -----------------------------------------------------------------------
@@ -214,9 +192,9 @@ class Context:
     def wait(self, test: Callable[[], bool], sequence: int | None = None, keep=True) -> None:
         """Call `test` until it is true; raise MismatchError if ranks are in different operations.
 
-        `sequence` is the number of the operation that this rank waits for. The default is the
-        newest operation; a nonblocking operation may have begun earlier. After an exception, `test`
-        and its memory are kept, because MPI may still write to this memory, unless `keep` is false.
+        `sequence` is the number of the operation that this rank waits for, by default the newest.
+        After an exception, `test` and its memory are kept, because MPI may still write to this
+        memory, unless `keep` is false.
         """
         if self.failed and not test():
             raise self.earlier_failure()
@@ -239,8 +217,8 @@ class Context:
         """Return the guard (a context manager) for a call of the public function named `kind`.
 
         Entering the guard raises ProtocolError while a call of another thread is running. An
-        exception inside the ``with`` block is sent to the other ranks by `raised` or `break_off`.
-        Inside the block, the same thread may call other public functions.
+        exception inside the ``with`` block is sent to the other ranks. Inside the block, the same
+        thread may call other public functions.
         """
         self._check_thread(kind)
         return Call(self, kind)
@@ -248,10 +226,8 @@ class Context:
     def raised(self, error: BaseException) -> None:
         """Tell the other ranks that this rank has raised `error` instead of beginning an operation.
 
-        If another rank has begun the operation that this rank has not begun, or begins it later,
-        that rank raises MismatchError with the text of `error`. Before its next operation, this
-        rank checks that all ranks have raised an exception instead of beginning the same operation.
-        Therefore the communicator stays usable if all ranks pass a bad argument.
+        Any rank that begins the operation raises MismatchError with the text of `error`. If all
+        ranks raise an exception instead, the communicator stays usable.
         """
         if self.size == 1 or self.closed:
             return
@@ -266,9 +242,8 @@ class Context:
         """End an operation that has begun, on all ranks, because this rank has raised `error`.
 
         A rank that waits for this rank raises MismatchError, which names this rank and `error`. The
-        communicator cannot be used after `break_off`. The caller must raise `error` again. If MPI
-        has raised `error` because a rank has died, this method itself raises RankFailure, and sends
-        nothing.
+        communicator cannot be used afterwards. The caller must raise `error` again; if MPI has
+        raised it because a rank has died, this method itself raises RankFailure.
         """
         mark_told(error, self)
         if self.failed or self.size == 1:
@@ -298,7 +273,7 @@ class Context:
         self._abandon()
 
     def _check_death(self, error: BaseException) -> None:
-        """If `error` reports a death, fail the communicator; RankFailure if MPI raised `error`."""
+        """Give up the communicator if `error` reports a death; RankFailure if MPI raised it."""
         if is_death(error):
             found = rank_failure(error)
             self.failed_as = RankFailure
@@ -307,7 +282,7 @@ class Context:
                 raise found from error
 
     def earlier_failure(self) -> MpidistError:
-        """Return the error for a new call on this communicator, which has failed before."""
+        """Return the error for a new call on this communicator, which has already failed."""
         return self.failed_as(f"this communicator failed earlier: {self.failed}")
 
     def _abandon(self) -> None:
@@ -319,14 +294,10 @@ class Context:
     # -- agreement ---------------------------------------------------------------------
 
     def agree(self, signature: Signature, *facts: int) -> list[int]:
-        """Prove that all ranks begin the same new operation. Collective; ranks wait by polling.
+        """Check that all ranks begin the operation `signature`; return the maximum of each fact.
 
-        The key of a rank is a digest of the rank's `signature`: operation, dtype, length and so on.
-        A nonblocking allreduce of a few integers finds the maxima of key and -key over all ranks,
-        and so the largest and the smallest key; the keys are equal if these two are. The same
-        allreduce finds the maximum of each integer in `facts`, and `agree` returns these maxima. An
-        operation with a plan (it is prepared once and run often) calls `agree` only when its plan
-        is made.
+        Collective. The maxima are over the integers `facts` of all ranks. Raises MismatchError on
+        all ranks if their signatures differ.
         """
         if self.size == 1:
             return list(facts)
@@ -386,10 +357,7 @@ class Context:
 
 
 def of(comm: MPI.Comm) -> Context:
-    """Return the context of `comm`, which is mpidist's state for this communicator.
-
-    The first call for a communicator makes the context. This first call is collective over `comm`.
-    """
+    """Return mpidist's state for `comm`; the first call for a communicator is collective."""
     context = contexts.get(getattr(comm, "handle", 0))  # `_make` raises if there is no handle
     return _make(comm) if context is None else context
 

@@ -4,9 +4,7 @@
     rank 1   close .. all are here      |                |
     rank 2   allreduce ... receives "rank 0 left after 7 operations" and raises MismatchError
 
-The context of a communicator is mpidist's state for it. Ranks that leave after different numbers of
-operations raise MismatchError, too. The numbers differ if only some ranks have called an operation
-in which no rank had to wait, such as a broadcast that only the root has called.
+The context of a communicator is mpidist's state for it.
 """
 
 from __future__ import annotations
@@ -94,10 +92,7 @@ def _give_up(seconds: float) -> None:
 def _settle(context) -> bool:
     """Finish the operations that are still running and receive all statuses. Collective.
 
-    When this function runs, all ranks are closing `context` (mpidist's state for a communicator),
-    so no rank begins another operation on the communicator. A status message that is not received
-    now could arrive on a new communicator, because MPI may give the new communicator the internal
-    number of the freed one.
+    Returns false if an operation goes on or a message has not arrived.
     """
     statuses, end = context.statuses, time.monotonic() + _FINISH
 
@@ -139,8 +134,8 @@ def _progress(context, test: Callable[[], bool]) -> Callable[[], bool]:
 def end_after_death(context) -> list:
     """Empty `context`, mpidist's state for a communicator, after the death of a rank.
 
-    Sends no messages. Returns the objects that own the buffers of the communicator, such as
-    prepared operations: the caller must keep them while MPI may still use the buffers.
+    Sends no messages. Returns the objects that own the buffers of the communicator, which the
+    caller must keep while MPI may still use the buffers.
     """
     kept = [*context.plans.values(), *context.store.values(), context.pool]
     for each in (context.plans, context.quick, context.store):

@@ -3,10 +3,8 @@
     barrier | duplicate for data | duplicate for control | a number that stands for the communicator
             | once in a job: a duplicate for the exit barrier
 
-The context of a communicator is mpidist's state for it. An exception, such as Ctrl-C, may interrupt
-the making of a context on a rank. When the interrupted rank repeats its call, it continues with the
-interrupted step. If an interrupted rank began with the first step (a barrier) again, it would wait
-in the barrier while the other ranks duplicate the communicator, and all ranks would wait for ever.
+The context of a communicator is mpidist's state for it. If an exception, such as Ctrl-C, interrupts
+a rank and the rank repeats its call, the rank continues with the interrupted step.
 """
 
 from __future__ import annotations
@@ -27,10 +25,9 @@ from .ulfm import is_death, keep_alive, rank_failure
 
 
 class Making:
-    """The private communicators of `comm` while they are being made.
+    """The private communicators of `comm` while they are being made, in a ``with`` block.
 
-    A thread uses this object in a ``with`` block. A second thread that enters the ``with`` block at
-    the same time gets ProtocolError.
+    A second thread that enters the ``with`` block at the same time gets ProtocolError.
     """
 
     def __init__(self, comm: MPI.Comm):
@@ -52,9 +49,7 @@ class Making:
     def finish(self) -> tuple[MPI.Comm, MPI.Comm, int]:
         """Return (communicator for data, communicator for control messages, number of `comm`).
 
-        The number stands for `comm` in messages between ranks.
-
-        Collective. The ranks wait by polling.
+        The number stands for `comm` in messages between ranks. Collective.
         """
         if prepared := getattr(self.comm, "prepared", None):
             self.comm.prepared = None  # type: ignore[attr-defined]

@@ -16,10 +16,7 @@ from .polling import wait_until
 
 
 def wait_for(requests: Sequence[MPI.Request], *memory: np.ndarray) -> None:
-    """Wait for requests that use the arrays `memory`. Raises RankFailure if a rank has died.
-
-    After such an error, `memory` is kept until the process ends, because MPI may still use it.
-    """
+    """Wait for requests that use the arrays `memory`. Raises RankFailure if a rank has died."""
     try:
         for request in requests:
             wait_until(tester(request))
@@ -31,10 +28,7 @@ def wait_for(requests: Sequence[MPI.Request], *memory: np.ndarray) -> None:
 def test_some(requests: list[MPI.Request]) -> list[int] | None:
     """Return the indices of the requests that have ended, or None if none of them is active.
 
-    A program that ends when a rank dies may call Testsome itself, which is faster. If a death has
-    interrupted a request, this function raises RankFailure and does not free the request, because
-    Open MPI 5.0.11 ends the process if such a request is freed before its last fragment has been
-    sent.
+    Raises RankFailure if the death of a rank has interrupted a request, which then is not freed.
     """
     if ulfm.current is None:
         return MPI.Request.Testsome(requests)
@@ -46,10 +40,7 @@ def test_some(requests: list[MPI.Request]) -> list[int] | None:
 
 
 def test_one(request: MPI.Request, status: MPI.Status) -> bool:
-    """Return whether a request has ended, and fill its status.
-
-    Raises RankFailure if the death of a rank has interrupted the request.
-    """
+    """Return whether a request has ended, and fill `status`; RankFailure after a death."""
     if ulfm.current is None:
         return request.Test(status)
     return _has_ended(request, status) and request.Test()
@@ -63,10 +54,7 @@ def test_all(requests: list[MPI.Request]) -> bool:
 
 
 def tester(request: MPI.Request) -> Callable[[], bool]:
-    """Return a function that returns whether a request has ended.
-
-    The function raises RankFailure if the death of a rank has interrupted the request.
-    """
+    """Return a function that says whether a request has ended; RankFailure after a death."""
     return request.Test if ulfm.current is None else lambda: test_one(request, MPI.Status())
 
 

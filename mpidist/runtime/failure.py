@@ -1,23 +1,16 @@
 """End the whole job when one rank fails, and print the error once.
 
-Without this module, a rank calls MPI_Finalize when its Python program raises an exception. In
-MPI_Finalize the rank waits for the other ranks, while the other ranks wait for this rank, and the
-job hangs. With `install_hook`, an exception on one rank ends the whole job instead, even if the
-program runs as plain ``python program.py``:
+Without this module, a rank whose program raises an exception waits in MPI_Finalize for the other
+ranks, which wait for this rank, and the job hangs. With `install_hook`, an exception on one rank
+ends the whole job, even if the program runs as plain ``python program.py``:
 
     rank 0   Allreduce ................................| killed by the launcher
     rank 1   ValueError -> note to all -> 0.5 s -> traceback -> Abort(1)
     rank 2   ValueError -> note to all -> 0.5 s, note of rank 1 ..| silent, killed
 
-If several ranks fail, the lowest of them prints its error. Each failing rank sends a note (a
-message of one byte) to all ranks, waits for a moment, and prints nothing if it receives a note from
-a lower rank meanwhile. A rank that is about to print its error sends a second note to all ranks,
-and ranks that fail later then print nothing. An error that only reports another rank's exception is
-not printed if a rank that knows the cause has failed, too.
-
-A process that a rank has forked is not a rank. An exception or an exit of a forked process ends
-only that process. A forked process does not call MPI_Finalize, which would wait for ever in a
-forked process or end its parent.
+A note is a message of one byte. If several ranks fail, the lowest of them prints its error. An
+error that only reports another rank's exception is not printed if a rank that knows the cause has
+failed, too. An exception in a process that a rank has forked ends only that process.
 """
 
 from __future__ import annotations
@@ -85,10 +78,10 @@ _speaking = threading.Lock()
 def install_hook(comm: MPI.Comm) -> None:
     """Make an uncaught exception on one rank end the job on all ranks. Collective over `comm`.
 
-    A second call does nothing. If the program has installed its own ``sys.excepthook`` before, that
-    hook still prints the traceback. If `comm` has all ranks of the job, a ``sys.exit(nonzero)`` of
-    one rank ends the job, too. A bare ``raise SystemExit`` does not end the job, because Python
-    calls no hook for it.
+    A second call does nothing. A ``sys.excepthook`` that the program has installed before still
+    prints the traceback. If `comm` has all ranks of the job, a ``sys.exit(nonzero)`` of one rank
+    ends the job, too. A bare ``raise SystemExit`` does not end the job, because Python calls no
+    hook for it.
     """
     hook(comm)
     if claim_exit_barrier(comm):
@@ -118,11 +111,9 @@ def hook(comm: MPI.Comm) -> None:
 
 
 def claim_exit_barrier(comm: MPI.Comm) -> bool:
-    """Return whether the caller must use `comm` for the job's exit barrier.
+    """Return whether the caller must use `comm` for the barrier at which all ranks leave the job.
 
-    With the exit barrier, all ranks leave the job together. Returns true only once in a process,
-    for the first communicator that has all ranks of the job. Threads may use communicators in
-    another order on each rank, so one rank calls this function for all ranks.
+    The result is true only once in a process, for the first communicator that has all ranks.
     """
     world = MPI.COMM_WORLD.size
     if comm.size == world > 1 and not comm.Is_inter():
@@ -336,12 +327,7 @@ def send_notes(comm: MPI.Comm, tag: int) -> list[MPI.Request]:
 
 
 def _leave_alone(code: int) -> None:
-    """End a job of one rank with exit code `code`.
-
-    A Python excepthook can set the exit code only if it ends the process itself. The rank need not
-    wait for another rank. So this function finalises MPI, and does not call MPI_Abort, which would
-    print a banner.
-    """
+    """End a job of one rank with exit code `code`, without MPI_Abort, which prints a banner."""
     atexit._run_exitfuncs()
     if _job_is_alive():
         MPI.Finalize()
@@ -378,11 +364,7 @@ def expect_failure(code: int) -> None:
 
 
 def _leave() -> None:
-    """At exit, leave together with all ranks; end the job if this rank's exit code is nonzero.
-
-    With exit code 0 this rank waits without a deadline, because another rank may still write a file
-    for an hour. MPI_Finalize would wait for the other ranks as well, but would keep a core busy.
-    """
+    """At exit, leave together with all ranks; end the job if this rank's exit code is nonzero."""
     if _child and _job_is_alive():
         # MPI_Finalize would run next. The exit handlers that the child has registered have run
         # already, because handlers that are registered later run earlier.
@@ -437,10 +419,9 @@ def leave_with(code: int) -> None:
 def let_first_leave() -> None:
     """Delay this rank's exit with a nonzero code, so that one other rank exits first.
 
-    When one process of each of four hosts exits with a nonzero code at the same moment, mpirun of
-    Open MPI 5.0.11 hangs or crashes in about one run of five. mpirun neither hung nor crashed in 60
-    runs in which one process exited first and the others waited to be ended. This function does
-    nothing on one host, with other launchers, and before the ranks have left the exit barrier.
+    mpirun of Open MPI 5.0.11 may hang or crash when processes of several hosts exit with nonzero
+    codes at the same moment. This function does nothing on one host, with other launchers, and
+    before the ranks have left the exit barrier.
     """
     here = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 0))
     if _exit_barrier == MPI.COMM_NULL and 0 < here < MPI.COMM_WORLD.size:

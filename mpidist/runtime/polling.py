@@ -1,10 +1,7 @@
 """The function with which mpidist waits for MPI: it polls, and lets other programs run.
 
 A rank cannot leave a blocking MPI call if a peer is dead, is stopped, or makes another call.
-Therefore every wait calls a test function until it returns true. After a moment, the wait also
-calls a second function, which may read status messages, check a deadline, and raise an error.
-`servers.link.Link.wait` has a similar loop of its own, because a server answers requests while it
-waits.
+Therefore every wait calls a test function until it returns true.
 """
 
 from __future__ import annotations
@@ -51,15 +48,15 @@ def wait_until(
     on_wait: Callable[[float], None] | None = None,
     patience: float | None = None,
 ) -> None:
-    """Return as soon as `test()` is true. Adds the seconds of the wait to the global `waited`.
+    """Return as soon as `test()` is true.
 
     Parameters
     ----------
     test : callable
         A cheap function that makes MPI progress, such as ``request.Test``.
     on_wait : callable, optional
-        A function that takes the seconds waited so far. After `patience` seconds, the wait calls
-        `on_wait` about ten times a second. An exception of `on_wait` ends the wait.
+        A function that takes the seconds waited so far, and is called about ten times a second. An
+        exception of `on_wait` ends the wait.
     patience : float, optional
         Seconds before the first call of `on_wait`; 1 by default (`PATIENCE`).
     """
@@ -105,11 +102,8 @@ def wait_until(
 class ElasticWait:
     """Helps a wait in an elastic program that has a loop of its own instead of `wait_until`.
 
-    An elastic program goes on after a rank has died. A wait that lasts longer than a millisecond
-    must therefore notice when a rank has died, and must show the other ranks of the node that this
-    rank waits: its loop calls `look` again and again, and `end` after the wait. A server that
-    answers requests while it waits still counts as waiting. So the other ranks do not take the
-    server for a late rank, and do not remove it.
+    An elastic program goes on after a rank has died. The loop must call `look` again and again, and
+    `end` after the wait.
     """
 
     _EVERY = 0.001  # seconds between two calls of `look`
@@ -137,19 +131,15 @@ class ElasticWait:
 
 
 def elastic_wait(start: float) -> ElasticWait | None:
-    """Return the `ElasticWait` of a wait that begins at time `start`; None if no rank may die.
+    """Return the `ElasticWait` of a wait that begins at time `start`, or None.
 
-    The program is elastic (it goes on after the death of a rank) if the global function `look` is
-    set.
+    The result is None unless the program is elastic (it goes on after the death of a rank).
     """
     return None if look is None else ElasticWait(start)
 
 
 def board_of_main_thread() -> Any:
-    """Return the object that shows other ranks what this rank does; None in other threads.
-
-    The object is the global `board`, which shows only what the main thread does.
-    """
+    """Return the object that shows other ranks what this rank does; None in other threads."""
     return board if threading.current_thread() is threading.main_thread() else None
 
 
@@ -157,10 +147,9 @@ def board_of_main_thread() -> Any:
 def phase(name: str) -> Iterator[None]:
     """During the ``with`` block, show the other ranks of the node that this rank may be late.
 
-    `name` is the phase: "save", "data", "evaluate" or "plan". In these phases, a rank may be late
-    without being removed from an elastic group (a group of ranks that goes on after it has lost a
-    rank). Does nothing outside the main thread, or if `board`, the object that shows the phases, is
-    not set.
+    `name` says what the rank does: "save", "data", "evaluate" or "plan". In an elastic program,
+    which goes on after it has lost a rank, such a rank is not removed for being late. Does nothing
+    outside the main thread.
     """
     if name not in PHASES[3:]:
         raise ConfigError(f"phase {shown(name)}; expected one of {', '.join(PHASES[3:])}")

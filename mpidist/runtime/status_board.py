@@ -1,10 +1,8 @@
-"""A board on which the ranks of a job publish their state, without any MPI call.
+"""A file in which the ranks of a job publish their state, without any MPI call.
 
-The board is one file with one record of fixed size per rank. A rank writes its own record with
-pwrite and reads all records with pread. If all ranks are on one host, the file lies in /dev/shm and
-never has a name (O_TMPFILE). So no file is left behind, even if the job is killed. If the ranks are
-on several hosts, the file lies in a folder that all hosts share. Each read opens the file again,
-because a network file system shows new data only in a newly opened file.
+The file has one record of fixed size per rank. If all ranks are on one host, the file lies in
+/dev/shm and never has a name, so nothing is left behind if the job is killed. If the ranks are on
+several hosts, the file lies in a folder that all hosts share.
 """
 
 from __future__ import annotations
@@ -130,7 +128,7 @@ class Board:
             os.close(fd)
 
     def close(self, *, last: bool = False) -> None:
-        """Close the file; if `last` is true, also remove it, unless its name is removed already."""
+        """Close the file; if `last` is true, also remove its name if it has one."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None

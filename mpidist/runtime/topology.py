@@ -5,8 +5,7 @@
     local rank  0 1 2 3   0 1 2 3        the leader of a node is its lowest rank: 0 and 4
 
 A node is a set of ranks that MPI reports as able to share memory. For tests and on laptops, the
-ranks of one machine can be divided into groups, and each group counts as a node. In mpidist, a
-"worker" or a "server" is one rank and not a machine.
+ranks of one machine can be divided into groups, and each group counts as a node.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ _LEADERS = 71
 class Topology:
     """The nodes of a communicator, and communicators within and between them.
 
-    Collective over `comm`. The constructor makes the communicator `intra_comm`. The first access to
-    `inter_comm` makes that communicator. The method `close` frees both communicators.
+    Collective over `comm`. The method `close` frees the communicators.
 
     Parameters
     ----------
@@ -152,9 +150,8 @@ class Topology:
 class _Inside(Topology):
     """The topology that mpidist itself uses on a communicator.
 
-    An elastic group is a group of ranks that goes on after a rank has died. If all its ranks are on
-    one node, no new communicator is made: `intra_comm` is a communicator that mpidist has already.
-    Open MPI 5.0.11 may crash a rank that makes a communicator while another rank dies.
+    In an elastic group (ranks that go on after a rank has died) on one node, `intra_comm` is not a
+    new communicator, but one that mpidist has already.
     """
 
     _borrows = True
@@ -163,9 +160,8 @@ class _Inside(Topology):
 def topology_of(where: MPI.Comm | Context, ranks_per_node: int | None = None) -> Topology:
     """Return the topology of a communicator. The first call for a communicator is collective.
 
-    `where` is a communicator or its `Context` (mpidist's state for it). The first call makes the
-    topology, and the end of the context closes it. If `ranks_per_node` comes from the user, the
-    caller must check first that all ranks pass the same value.
+    `where` is a communicator or its `Context` (mpidist's state for it). If `ranks_per_node` comes
+    from the user, the caller must check first that all ranks pass the same value.
     """
     context = where if isinstance(where, Context) else of(where)
     key = ("topology", ranks_per_node)
@@ -196,7 +192,7 @@ def whole_nodes(ranks_per_node) -> int | None:
 
 
 def _everyone(context: Context, leader: int) -> tuple[list[int], list[str]]:
-    """Return, for each rank, the leader of its node and its host name. Collective, by polling."""
+    """Return, for each rank, the leader of its node and its host name. Collective."""
     mine = np.zeros(1, _RECORD)
     mine["leader"], mine["host"] = leader, socket.gethostname().encode()
     records = np.zeros(context.size, _RECORD)
@@ -220,10 +216,9 @@ def node_once(comm: MPI.Intracomm, *, ranks_per_node: int | None = None):
 
     Collective over `comm`. On the leader of each node, the ``with`` statement gives True, and the
     body runs at once. On the other ranks, the ``with`` statement gives False, and the body runs
-    after all leaders have finished it. If a leader's body raises an exception, that leader raises
-    the same exception. All other ranks raise an error that names that leader, its host and the
-    cause. If the leader's exception is an error of mpidist, the other ranks' error has the same
-    class; otherwise the other ranks raise an MpidistError.
+    after all leaders have finished it. If a leader's body raises an exception, all other ranks
+    raise an error that names the leader, its host and the cause: of the same class if the leader's
+    exception is an error of mpidist, and otherwise an MpidistError.
 
     >>> with md.node_once(comm) as first:
     ...     if first:

@@ -7,9 +7,9 @@ rank has died. In Open MPI, a job has ULFM if it was started by ``mpirun --with-
                      --> revoke all: every other rank leaves its call of MPI with an error, too
                      --> shrink `base` to the living ranks --> a new `Membership`
 
-Open MPI 5.0.11 reports a death only to a rank that makes progress in MPI, and a rank that receives
-from a living rank never learns that a third rank has died. Therefore every wait of mpidist calls
-`Membership.look`, which probes `base`, a private communicator of all ranks of the group.
+Open MPI 5.0.11 reports a death only to a rank that makes progress in MPI on a communicator with the
+dead rank. Therefore every wait of mpidist calls `Membership.look`, which probes `base`, a private
+communicator of all ranks of the group.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def keep_alive(*objects) -> None:
 def expect_death(seconds: float = _REPORT) -> None:
     """Raise RankFailure if MPI reports a death within `seconds`.
 
-    A rank calls this function when it notices an error whose cause may be the death of a rank. Does
-    nothing in a program that ends when a rank dies.
+    A rank calls this function after an error that the death of a rank may have caused. Does nothing
+    in a program that ends when a rank dies.
     """
     end = time.monotonic() + seconds
     while current is not None and time.monotonic() < end:
@@ -97,12 +97,12 @@ def expect_death(seconds: float = _REPORT) -> None:
 class Membership:
     """The living ranks of an elastic group, from one death of a rank to the next.
 
-    An elastic group goes on after a rank has died.
+    An elastic group is a group of ranks that goes on after a rank has died.
 
     Parameters
     ----------
     base : MPI.Intracomm
-        A communicator of the living ranks, which this object owns.
+        A private communicator of the living ranks.
     names : sequence of str
         The name of each rank of `base` in error texts, such as ``rank 3 of 8 on n2``.
     places : sequence of (int, str)
@@ -110,8 +110,8 @@ class Membership:
     identity : int
         The number that stands for `comm` in messages between ranks, equal on all ranks.
     active : sequence of bool
-        Whether each rank of `base` is in `comm`; the others are spares, which wait to take the
-        place of a dead rank.
+        For each rank of `base`, whether it works and so is in `comm`. The other ranks are spares,
+        which wait to take the place of a dead rank.
 
     Attributes
     ----------
@@ -139,10 +139,7 @@ class Membership:
         self._leave: int | None = None  # the code with which all active ranks exit
 
     def open(self) -> None:
-        """Make `comm`, and from now on notice when a rank dies. Collective over `base`.
-
-        `base` must have all living ranks of the job, because it is also used for the exit barrier.
-        """
+        """Make `comm`, and from now on notice when a rank dies. Collective over `base`."""
         global current
         current, polling.look = self, self.look
         # The communicators of the context of `comm` are made now, because one agreement of the
@@ -165,10 +162,7 @@ class Membership:
         (survive if has_ulfm() else failure.set_exit_barrier)(self.base)
 
     def register(self, comm):
-        """Return `comm` as an `ElasticComm`, added to `children`, the communicators to revoke.
-
-        Communicators that are made from the result are added to `children`, too.
-        """
+        """Return `comm` as an `ElasticComm`, added to `children`, the communicators to revoke."""
         self.children = [child for child in self.children if child != MPI.COMM_NULL]
         self._settled = [comm for comm in self._settled if comm != MPI.COMM_NULL]
         self.children.append(elastic_comm(comm, self))
@@ -177,9 +171,7 @@ class Membership:
     def settle(self, around: MPI.Comm, *made):
         """Wait until all ranks of `around` have made the communicators `made`; return ``made[0]``.
 
-        Collective over `around`. Open MPI 5.0.11 crashes a rank that still makes a communicator
-        when another rank revokes this communicator. Therefore `end` does not revoke communicators
-        for which `settle` has not returned.
+        Collective over `around`.
         """
         if around != MPI.COMM_NULL:  # COMM_NULL: this rank is not in the new communicator
             request = around.Ibarrier()
@@ -219,8 +211,7 @@ class Membership:
     def end(self, text: str) -> None:
         """Make all ranks leave all calls on all communicators of the group. Not collective.
 
-        mpidist's states for these communicators end without a message, and a later use of the
-        communicators raises ClosedError with `text`.
+        A later use of the communicators raises ClosedError with `text`.
         """
         global current
         current, polling.look = None, None
@@ -244,10 +235,9 @@ class Membership:
     ) -> Membership:
         """Return a new membership of the living ranks, not open yet. Collective over living ranks.
 
-        The method `end` of this membership must have been called on this rank. `agreed` says that
-        this rank has just agreed with the other ranks in `all_here`. Before each phase of the work,
-        `begin` is called with the name of the phase, so that the caller knows which phase hangs, if
-        one does.
+        This rank must have called the method `end` of this membership. `agreed` says that this rank
+        has just called `all_here`. Before each phase of the work, `begin` is called with the name
+        of the phase.
         """
         if not agreed:
             begin("MEET")
@@ -289,10 +279,9 @@ class Membership:
         """Wait for all ranks; return whether all of them are here and alive. Collective.
 
         `meet` is a collective function over `comm`, in which a rank notices if other ranks make
-        another call. All living ranks get the same answer. A rank that has noticed a death in
-        another call does not call `all_here`; its call of `shrink` takes part in the same
-        agreement. If the answer is false, all ranks must call `end` and ``shrink(agreed=True)``. If
-        `done` is true, the spares (ranks that wait to replace a dead one) leave the job too.
+        another call. All living ranks get the same answer. If the answer is false, all ranks must
+        call `end` and ``shrink(agreed=True)``. If `done` is true, the spares (ranks that wait to
+        replace a dead one) leave the job.
         """
         try:
             meet()
@@ -314,10 +303,8 @@ class Membership:
     def release(self) -> None:
         """Tell the spares (ranks that wait to replace a dead one) to exit. Collective over `comm`.
 
-        The ranks of `comm` call this method when they exit.
-
-        If only some of the ranks exit, with a nonzero code, these ranks wait at most 5 s for the
-        other ranks.
+        The ranks of `comm` call this method when they exit. If only some of them exit, with a
+        nonzero code, these wait at most 5 s for the other ranks.
         """
         patience = failure.LEAVE_TOGETHER if (code := failure.likely_exit_code()) else None
         if not (self._done or all(self.active) or self.comm == MPI.COMM_NULL):
@@ -327,10 +314,8 @@ class Membership:
     def stand_by(self) -> bytes | None:
         """Wait as a spare (a rank that may replace a dead one) until the work is done.
 
-        Returns the result of the work, or None if a rank has died.
-
-        If the result is None, the caller must call `end` and ``shrink(agreed=True)``. If the other
-        ranks exit, this rank exits too.
+        Returns the result of the work, or None if a rank has died; the caller must then call `end`
+        and ``shrink(agreed=True)``. If the other ranks exit, this rank exits too.
         """
         while True:
             well = self._agree(GO_ON | WELL | DONE | LEAVE | SPARE, _STAND_BY)
@@ -348,10 +333,9 @@ class Membership:
     def end_job(self, code: int, error: BaseException) -> bool:
         """End the job on all ranks; return whether this rank must print its error. Collective.
 
-        Raises TimeoutError if the other ranks do not take part within some seconds. The other ranks
-        take part by calling `shrink`, `all_here` or `agree_at_exit`, and leave the job there with
-        exit code `code`. After `end_job`, this rank must call `failure.leave_with`. The lowest rank
-        that knows the cause prints its error.
+        The other ranks take part by calling `shrink`, `all_here` or `agree_at_exit`, and leave the
+        job there with exit code `code`. Raises TimeoutError if they do not take part within some
+        seconds. Afterwards this rank must call `failure.leave_with`.
         """
         self.end("the job ends")
         self._meet(agreed_bits.ending(code), READ_BY)
@@ -361,11 +345,10 @@ class Membership:
         return self._last_meeting(2 if hearsay else int(unnamed))
 
     def agree_at_exit(self) -> str:
-        """Agree with the other ranks at exit, when a rank has died or ends the job. Collective.
+        """Agree with the other ranks when the exit barrier of the job has failed. Collective.
 
-        A rank calls this method if the exit barrier of the job has failed. If a rank ends the job,
-        this method does not return. If a rank has died, the lowest living rank gets the text that
-        it must print, and the other ranks get "".
+        If a rank ends the job, this method does not return. If a rank has died, the lowest living
+        rank gets the text that it must print, and the other ranks get "".
         """
         self._agree(GO_ON)
         dead = self.dead()
@@ -373,9 +356,9 @@ class Membership:
         return f"{self.failure()}, at the end" if self.base.rank == living[0] else ""
 
     def _last_meeting(self, turn: int) -> bool:
-        """Return whether this rank prints its error, and not another one. Collective.
+        """Return whether this rank prints its error: the lowest rank of the smallest `turn` does.
 
-        Of the ranks with the smallest `turn`, the lowest one prints.
+        Collective.
         """
         base = shrunk(self.base)
         survive(base)
@@ -387,9 +370,7 @@ class Membership:
     def _agree(self, mine: int, pause: float = 0.0) -> bool:
         """Return whether all ranks pass `WELL` (all is well) and none has died. Collective.
 
-        All ranks get the same answer. If a rank ends the job because of its own error, this
-        function does not return. A rank that may wait for a long time sleeps for `pause` seconds
-        between two tests.
+        If a rank ends the job because of its own error, this function does not return.
         """
         value, alive = self._meet(mine | agreed_bits.NO_CODE, pause=pause)
         self._obey(value)
@@ -409,8 +390,8 @@ class Membership:
     ) -> tuple[int, bool]:
         """Combine the bits `mine` of all ranks by "and"; return the result, and if all are alive.
 
-        All living ranks get the same result. If a rank makes no MPI calls for a while, the other
-        ranks wait for it; after `patience` seconds, if given, they raise TimeoutError.
+        All living ranks get the same result. After `patience` seconds, if given, ranks that wait
+        for another rank raise TimeoutError.
         """
 
         def late(waited: float) -> None:

@@ -1,10 +1,9 @@
 """Run a program under an MPI launcher until it is done, and again after each failure.
 
-An attempt is one start of the program on all ranks. `mpidist launch` itself does not use MPI, and
-starts the launcher (such as mpiexec) in a session of its own. An environment variable marks all
-processes that the launcher starts. After the launcher has ended, `mpidist launch` kills all
-processes with this variable that still run on this host. Ranks on other hosts notice a file in the
-shared folder which says that the attempt is over, and end themselves (`mpidist.launch.heartbeat`).
+An attempt is one start of the program on all ranks. After the launcher (such as mpiexec) has ended,
+`mpidist launch` kills all processes of the attempt that still run on this host. Ranks on other
+hosts notice the file ``over`` in the shared folder DIR, and end themselves
+(`mpidist.launch.heartbeat`).
 
     DIR/history.jsonl      one line for each attempt and decision
     DIR/memory             the name of the folder in /dev/shm for copies of the state
@@ -119,7 +118,7 @@ def run(job: LaunchedJob) -> int:
 
 
 def _with_ready_ranks(growth: Growth, action: Action) -> Action:
-    """Return `action`, or an action that continues with additional ranks that are ready."""
+    """Return an action that continues with additional ranks if these are ready, else `action`."""
     if not growth.gone and action.what == "relaunch" and not action.pause:
         # The old ranks have ended before they were asked for their state, so the new ranks restore
         # the newest step in the store.

@@ -1,7 +1,6 @@
 """The command lines that make an MPI launcher start a program on given hosts.
 
 The launcher is the mpiexec that belongs to this Python interpreter, or the user's own command.
-Functions of this module that need environment variables take these variables as an argument.
 """
 
 from __future__ import annotations
@@ -73,8 +72,7 @@ def command(
     ----------
     ranks : int
     words : sequence of str
-        The words of the user's launcher command; empty for the mpiexec that belongs to this Python
-        interpreter.
+        The words of the user's launcher command; empty for this Python interpreter's mpiexec.
     hosts : mapping, optional
         The hosts, and how many ranks each host can run. With None, the launcher chooses the hosts.
     restricted : bool
@@ -91,10 +89,7 @@ def command(
 def surviving(words: Sequence[str]) -> list[str]:
     """Return a launcher's command line with the option that lets a job go on when a rank dies.
 
-    Raises
-    ------
-    ConfigError
-        The launcher has no such option.
+    Raises ConfigError if the launcher has no such option.
     """
     name, kind = Path(words[0]).name, kind_of(words)
     version = printed_version(words[0])
@@ -153,12 +148,10 @@ def callable_as(program: str) -> str:
 
 
 def quick_start(kind: str, launcher: str, environ: Mapping[str, str]) -> str:
-    """Return a shell command that saves the ranks of Open MPI a second in MPI_Init, or "".
+    """Return a shell command that makes MPI_Init of Open MPI faster by a second, or "".
 
-    The command switches off one of Open MPI's transports if all ranks are on one host. The result
-    is "" for launchers of other MPI libraries, or if the user has chosen the transports in a
-    configuration file. If the user has chosen the transports by an environment variable or an
-    option, the command changes nothing.
+    The command switches off one of Open MPI's transports if all ranks are on one host, and does
+    nothing if the user has chosen the transports.
     """
     if kind != "openmpi":
         return ""
@@ -199,8 +192,7 @@ def parse_hosts(text: str) -> dict[str, int]:
 def named_like(host: str, hosts: Collection[str]) -> str:
     """Return the name of the host `host` in `hosts`; "" if it is not among them.
 
-    Only the part of a name before the first dot is compared. The result is also "" if `hosts` has
-    fewer than two entries, because a job cannot leave out its only host.
+    Only the part of a name before the first dot is compared.
     """
     own = host.partition(".")[0]
     alike = [name for name in hosts if host and name.partition(".")[0] == own]
@@ -210,11 +202,7 @@ def named_like(host: str, hosts: Collection[str]) -> str:
 def host_test(
     host: str, words: Sequence[str], by_slurm: bool, program: Sequence[str] = ("true",)
 ) -> list[str]:
-    """Return a command that starts `program` on `host`; by default ``true``, which does nothing.
-
-    With `by_slurm`, the command starts the program by srun, and otherwise by the launcher, which
-    takes ten times as long.
-    """
+    """Return a command that starts `program` on `host`, by srun or by the launcher."""
     if not by_slurm:
         # Open MPI 5.0.11's launcher hung in 29 of 430 starts of a program that ended at once, and
         # in none of 120 starts of a program that took 0.2 s.
@@ -248,11 +236,7 @@ def slurm_left(environ: Mapping[str, str]) -> list[str]:
 def slurm_environ(
     environ: Mapping[str, str], hosts: Sequence[str], left: Sequence[str], ranks: int
 ) -> dict[str, str]:
-    """Return the Slurm variables for the hosts `left`, as if only these were allocated.
-
-    srun and Open MPI's mpirun read these variables, and fail if they name a host that is no longer
-    in the allocation.
-    """
+    """Return the Slurm variables for the hosts `left`, as if only these were allocated."""
     if list(hosts) == list(left):
         return {}
     told = dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), str(ranks))
@@ -265,10 +249,7 @@ def slurm_environ(
 
 
 def slurm_away(hosts: Sequence[str]) -> set[str]:
-    """Return those of `hosts` on which Slurm can start no process now.
-
-    Such a host is, for example, down or drained, or does not answer.
-    """
+    """Return those of `hosts` on which Slurm can start no process now."""
     said = _ask(["sinfo", "-h", "-N", "-n", ",".join(hosts), "-o", "%N %T"])
     return {
         name

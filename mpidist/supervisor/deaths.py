@@ -1,9 +1,7 @@
 """Record in which order ranks on this host have ended, and kill the remaining ranks.
 
-The kernel reports the end of a process at once through a handle (pidfd). A handle always refers to
-the same process, even if a later process gets the same number. Without pidfd handles (before Linux
-5.3), and for ranks in a container with its own process numbers, nothing is recorded. Only the
-launcher then notices the end of a rank.
+The kernel reports the end of a process through a handle (pidfd). Before Linux 5.3, and for ranks in
+a container with its own process numbers, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ from ..launch.process_table import born
 class Deaths:
     """Watches the processes of the ranks on this host, and records in which order they end.
 
-    The thread that creates this object gets the signal SIGCHLD when a rank ends, as if the rank
-    were its child process.
+    The thread that creates this object gets the signal SIGCHLD when a rank ends.
     """
 
     def __init__(self):
@@ -42,18 +39,15 @@ class Deaths:
     def watch(self, signs: Sequence[Sign]) -> None:
         """Begin to watch the processes of this host's ranks.
 
-        `signs` has the newest heartbeat of each rank of the job. It says on which host the rank
-        runs, and with which process ID.
+        `signs` has the newest heartbeat of each rank, which says on which host it runs, and with
+        which process ID.
         """
         for sign in signs:
             if sign.host == self._host:
                 self.watch_process(sign.pid, partial(_is_born_at, sign.pid, sign.born))
 
     def watch_process(self, pid: int, is_ours: Callable[[], bool]) -> bool:
-        """Begin to watch a process of this host, if it is a rank; return whether it is one.
-
-        ``is_ours()`` must return whether the process that now has the number `pid` is a rank.
-        """
+        """Begin to watch the process `pid` if ``is_ours()`` is true; return whether it was true."""
         if pid in self._seen:
             return True
         try:
@@ -89,9 +83,7 @@ class Deaths:
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
 
     def close(self) -> None:
-        """Stop the thread that watches the ranks, and close their pidfds. A second call does
-        nothing.
-        """
+        """Stop the thread that watches the ranks; a second call does nothing."""
         if self._thread.is_alive():
             os.write(self._ended, b"!")
             self._thread.join()

@@ -7,9 +7,8 @@ leave them the state of the training run, and end. This is a hand-over:
     launcher      starts   ready: asks                     decides
     new attempt   . . . gets ready, waits . . . . . . . . . . . . restores, trains
 
-"Launcher" here is `mpidist launch`. Until it has decided, only the old attempt may write to the
-run's folder, and `mpidist launch` can end the new attempt at any time. The ranks' side of the
-hand-over is in `fault_tolerance.hand_over`.
+"Launcher" here is `mpidist launch`. Until the launcher has decided, only the old attempt may write
+to the run's folder, and the launcher can end the new attempt at any time.
 """
 
 from __future__ import annotations
@@ -31,10 +30,9 @@ LEAVE = 15.0
 
 
 class Waiting(Protocol):
-    """The methods of the new attempt (start of the program) that `Growth` calls.
+    """The methods of a new attempt (start of the program), which waits to take over a run.
 
-    The new attempt waits to take over the run. `RunningAttempt` has these methods. `pending` is a
-    signal that came while the attempt waited, and that the attempt must handle later.
+    `pending` is a signal that came while the attempt waited, and that it must handle later.
     """
 
     folder: Path
@@ -58,10 +56,10 @@ W = TypeVar("W", bound=Waiting)
 class Growth(Generic[W]):
     """Lets a new attempt (start of the program) with more ranks continue a run that still trains.
 
-    `folder` is the folder of the old attempt. `new` is the new attempt, which starts, and then
-    waits until the old ranks leave their state to the new ranks. `more` is the number of additional
-    ranks that the user has asked for. `asked` says whether the old ranks have been asked for the
-    state. `gone` says whether `mpidist launch` has decided that the new ranks continue the run.
+    `folder` is the folder of the old attempt, `new` the new attempt, and `more` the number of
+    additional ranks that the user has asked for. `asked` says whether the old ranks have been asked
+    for the state. `gone` says whether `mpidist launch` has decided that the new ranks continue the
+    run.
     """
 
     def __init__(self, folder: Path, new: W, more: int):
@@ -71,8 +69,7 @@ class Growth(Generic[W]):
     def look(self, old: Sequence[Sign], now: float) -> str:
         """If the new ranks are ready, ask the old ranks for their state.
 
-        Returns a reason to give up the new ranks, or "" if there is none. `old` are the heartbeats
-        of the old ranks.
+        Returns a reason to give up the new ranks, or "".
         """
         if self.gone:
             return ""
@@ -93,9 +90,8 @@ class Growth(Generic[W]):
     def listen(self, numbers: Collection[int], seconds: float):
         """Wait for a signal to `mpidist launch`, or until the old ranks have left their state.
 
-        `numbers` are the numbers of the signals. As soon as the old ranks have left the state,
-        decide that the new ranks continue the run. Returns the signal. Returns None after
-        `seconds`, or when the decision was made.
+        As soon as the old ranks have left the state, decide that the new ranks continue the run.
+        Returns the signal, or None after the decision or after `seconds`.
         """
         if not self.asked or self.gone:
             return signal.sigtimedwait(numbers, seconds)
@@ -115,18 +111,15 @@ class Growth(Generic[W]):
     def take_over(self, where: str) -> bool:
         """Decide that the new ranks continue the run; return whether they do.
 
-        `where` says where the state is, in memory or in the store. The new ranks do not continue
-        the run if they have failed, or if the old ranks have decided before to keep it.
+        `where` says where the state is, in memory or in the store. The result is false if the new
+        ranks have failed, or if the old ranks have decided before to keep the run.
         """
         if not self.gone and not self.new.fault(time.monotonic()):
             self.gone = heartbeat.make_decision(self.folder, where)
         return self.gone
 
     def call_off(self) -> bool:
-        """End the new ranks, so that the old ranks keep the run; return whether this was possible.
-
-        This is not possible any more once the new ranks have taken over the run.
-        """
+        """End the new ranks, so that the old ranks keep the run; return whether it worked."""
         if self.gone:
             return False
         if self.asked:
@@ -141,8 +134,7 @@ class Growth(Generic[W]):
 def place_of_state(old: Sequence[Sign], new: Sequence[Sign]) -> str:
     """Return where the old ranks must leave the state of the run for the new ranks.
 
-    The result is in memory if all ranks, old and new, are on one host, and otherwise in the store.
-    `old` and `new` are the heartbeats of the ranks.
+    The place is memory if all ranks, old and new, are on one host, and otherwise the store.
     """
     hosts = {sign.host for sign in (*old, *new)}
     return heartbeat.IN_MEMORY if len(hosts) == 1 else heartbeat.IN_STORE

@@ -1,6 +1,6 @@
 """The control folder of `mpidist launch`: the record of all attempts and their results.
 
-The file ``history.jsonl`` has one line for each attempt and decision. A requeued job reads it.
+The file ``history.jsonl`` has one line for each attempt and decision.
 """
 
 from __future__ import annotations
@@ -35,17 +35,8 @@ def note_event(folder: Path, kind: str, facts: dict) -> None:
 def next_attempt(folder: Path, known: int) -> int:
     """Return the number of the next attempt (start of the program), for the name of its folder.
 
-    `known` says how many attempts the file ``history.jsonl`` lists.
-
-    If `mpidist launch` was killed, its last attempt has a folder, but is not in ``history.jsonl``.
-    This function marks such an attempt as over, so that its ranks end. All earlier attempts are
-    marked as over, because a requeued job may start on another host, where it cannot find out
-    whether the old processes still run.
-
-    Raises
-    ------
-    ConfigError
-        Another `mpidist launch`, which uses the same folder, still runs on this host.
+    The function marks all earlier attempts as over, so that their ranks end. Raises ConfigError if
+    another `mpidist launch` that uses the same folder still runs on this host.
     """
     for attempt in folder.glob("attempt-*"):
         name = ""
@@ -88,12 +79,7 @@ def remove_control_folder(folder: Path) -> None:
 def read_history(folder: Path) -> list[Attempt]:
     """Return the results of all attempts (starts of the program) of this job so far.
 
-    Attempts before the job was requeued are included.
-
-    Raises
-    ------
-    ConfigError
-        The file ``history.jsonl`` in `folder` is not a history of `mpidist launch`.
+    Raises ConfigError if ``history.jsonl`` in `folder` is not a history of `mpidist launch`.
     """
     try:
         data = (folder / "history.jsonl").read_bytes()

@@ -1,20 +1,16 @@
 """Test which hosts can start a program now, without waiting long for hosts that cannot.
 
-If a host is switched off, or its daemon has died, a launcher waits for it, often for minutes. At
-first, a dead host looks the same as a slow host. So the time limit for a host depends on how long
-the other hosts have needed. As soon as the program has ended without an error on half of the hosts,
-the limit is 10 times the time that they have needed (`TIMES`), but at least 3 s (`LEAST`):
+At first, a dead host looks the same as a slow host. The time limit for a host therefore depends on
+the other hosts. As soon as the program has ended without an error on half of the hosts, the limit
+is 10 times the time that they have needed (`TIMES`), but at least 3 s (`LEAST`):
 
     n1  0.2 s   ends well
     n2  0.3 s   ends well
     n3  0.2 s   ends well     half of the hosts have needed 0.2 s, so the limit is 3 s
     n4  ...     is silent     n4 has not ended after 3 s
 
-A launcher may hang although its host is well (see `commands.host_test`). So after half of the limit
-the program is started a second time, and one end without an error is enough.
-
-A host that fails the test is left out of only one attempt, because each attempt tests the hosts
-again.
+After half of the limit the program is started a second time, because a launcher may hang although
+its host is well.
 """
 
 from __future__ import annotations
@@ -73,8 +69,7 @@ def silent_hosts(
         The environment of the command.
     doors : mapping, optional
         For each host, the address and the port at which a daemon of the host must accept
-        connections. A host that refuses a connection to this port counts as silent, and the program
-        is not started there.
+        connections. A host that refuses them counts as silent.
     """
     patience = _Patience(len(hosts))
 

@@ -1,8 +1,4 @@
-"""Choose the hosts for an attempt of `mpidist launch`.
-
-An attempt (start of the program) uses the hosts that can start a program, except hosts whose ranks
-were the first to fail several times.
-"""
+"""Choose the hosts for an attempt of `mpidist launch`."""
 
 from __future__ import annotations
 
@@ -28,10 +24,10 @@ class LaunchedJob(NamedTuple):
     """A program, and the options with which `mpidist launch` runs it.
 
     `words` are the words of the user's launcher command. `hosts` has the number of ranks on each
-    host. `slurm` says whether the hosts belong to a Slurm allocation. `elastic` says whether the
-    living ranks go on when a rank dies. `notice` is a file that appears, or a command that exits
-    with 0, when the hosts will be taken away. `hosts_from` is a command that prints the hosts for
-    the next start of the program.
+    host, and `slurm` says whether the hosts belong to a Slurm allocation. `elastic` says whether
+    the living ranks go on when a rank dies. `notice` is a file that appears, or a command that
+    exits with 0, when the hosts will be taken away. `hosts_from` is a command that prints the hosts
+    for the next start of the program.
     """
 
     program: tuple[str, ...]
@@ -82,12 +78,7 @@ def with_todays_hosts(job: LaunchedJob) -> LaunchedJob:
     """Return `job` with the hosts that its command `hosts_from` prints now, if it has one.
 
     The command is run before each attempt (start of the program). If it fails before a later
-    attempt, the hosts do not change.
-
-    Raises
-    ------
-    ConfigError
-        The command fails before the first attempt.
+    attempt, the hosts do not change; before the first attempt the function raises ConfigError.
     """
     if not job.hosts_from:
         return job
@@ -122,8 +113,8 @@ def usable(job: LaunchedJob, before: AttemptPlace, unstarted: bool = False) -> A
     before : AttemptPlace
         The hosts of the previous attempt.
     unstarted : bool
-        Whether the launcher has started no process in the previous attempt. Then each host is also
-        tested by the launcher itself, which may fail on a host where a Slurm step works.
+        Whether the launcher has started no process in the previous attempt. If so, each host is
+        also tested by the launcher itself.
     """
     if job.hosts is None or len(job.hosts) < 2:
         return all_hosts(job)
@@ -151,10 +142,7 @@ def usable(job: LaunchedJob, before: AttemptPlace, unstarted: bool = False) -> A
 
 
 def _silent(job: LaunchedJob, hosts: list[str], left: list[str], unstarted: bool) -> list[str]:
-    """Return those of `hosts` that cannot start a program.
-
-    `left` are the hosts that the Slurm allocation still has.
-    """
+    """Return those of `hosts` that cannot start a program."""
     silent: list[str] = []
     for by_slurm in (True, False) if job.slurm and unstarted else (job.slurm,):
         words = partial(commands.host_test, words=job.words, by_slurm=by_slurm)
@@ -176,8 +164,7 @@ def run_on_hosts(
 ) -> list[str]:
     """Run a command on all hosts at the same time; return the hosts where it fails or takes long.
 
-    ``words(host)`` returns the command. `left` lists the hosts that the Slurm allocation still has,
-    if it has lost some of the job's hosts.
+    ``words(host)`` returns the command.
     """
     environment = {**launch_environment(), **commands.BESIDE_OTHERS}
     doors = None
@@ -193,9 +180,7 @@ def doubted(job: LaunchedJob, attempt: Attempt, place: AttemptPlace) -> Attempt:
     """Return an attempt's result, as failed if it seems done but a host does not answer.
 
     If a host is lost, Open MPI's launcher ends with exit code 0, so this code does not prove that
-    the program has finished. If the ranks write heartbeats, these show whether the ranks have
-    finished. Without heartbeats, this function tests the hosts of the attempt (start of the
-    program).
+    the program has finished. If the ranks write no heartbeats, this function tests the hosts.
     """
     hosts = list(place.hosts or ())
     if not attempt.finished or attempt.told or len(hosts) < 2:

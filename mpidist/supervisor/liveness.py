@@ -18,9 +18,9 @@ class Limits(NamedTuple):
       from the moment in which a rank has begun.
     - `stall`: the longest time without a completed step; None for no limit.
     - `grace`: the time in which ranks must save and exit after a request to stop.
-    - `launcher`: the longest time until the launcher starts any process, and also the longest time
-      from the end of all ranks to the end of the launcher. With None, the limit is 30 s, but there
-      is no limit for the start if the launcher queues jobs, as srun does.
+    - `launcher`: the longest time until the launcher starts any process, and from the end of all
+      ranks to the end of the launcher. With None, the limit is 30 s, but there is no limit for the
+      start if the launcher queues jobs, as srun does.
     """
 
     heartbeat: float = 60.0
@@ -60,22 +60,12 @@ _OK = Launcher()
 class Vigil:
     """Watches the heartbeats of one attempt's ranks, and decides whether it must be ended.
 
-    A sign is the newest heartbeat of a rank, read from the rank's file. On shared file systems the
-    file of a rank may be unreadable for a while; the heartbeat that was read last then stays valid.
-    The time since a rank's last heartbeat is measured by the clock of this host. If the time
-    between two calls of `look` is much too long, `mpidist launch` itself was stopped (as by
-    SIGSTOP), and these times begin again with zero.
-
     An attempt is one start of the program on all ranks. `dead_ends` says whether the other ranks
     cannot go on after the death of a rank, so that the attempt must end. `queues` says whether the
     launcher may wait, as srun does, before it starts a process. `dead` are the first ranks that
-    have died without an orderly exit.
-
-    If `dead_ends` is false, the living ranks go on after a death. The attempt must end if no rank
-    is left, if a rank asks for the end (`gave_up` in its heartbeat), or if only one rank has ended
-    with an error. `stuck` are silent ranks on this host that must be killed, so that the other
-    ranks can go on. `over` says whether all living ranks have written that they end, and have had
-    time to end.
+    have died without an orderly exit. `stuck` are silent ranks on this host that must be killed, so
+    that the other ranks can go on. `over` says whether all living ranks have written that they end,
+    and have had time to end.
     """
 
     def __init__(
@@ -113,14 +103,7 @@ class Vigil:
         return [self._signs[rank] for rank in sorted(self._signs)]
 
     def culprit(self) -> str:
-        """Return the host whose ranks failed first, or "" if it is unknown.
-
-        A rank that ended by an exception has recorded its failure in its heartbeat file. A rank
-        whose heartbeats have stopped was found by the method `look`. A killed rank records nothing,
-        but the launcher then sends a signal to all other ranks, and these record the signal. So a
-        rank that has recorded neither a signal nor an exit, while others have recorded a signal,
-        was killed.
-        """
+        """Return the host whose ranks failed first, or "" if it is unknown."""
         heard = any(sign.heard for sign in self.signs)
         lost = [sign for sign in self.signs if heard and not sign.left and not sign.heard]
         first = [sign for sign in self.signs if sign.failed] or self._accused or lost
@@ -138,10 +121,8 @@ class Vigil:
         """Return why the attempt (start of the program) must end, or "" if it may continue.
 
         `told` are the newest heartbeats of the ranks. `gone` are the process IDs of the ranks on
-        this host that had ended before the heartbeats were read. A rank records a normal exit
-        before its process ends, so a rank in `gone` without such a record has died. `begun` maps
-        each rank on this host that has begun to its process ID, even if it has not written a
-        heartbeat yet.
+        this host that had ended before the heartbeats were read. `begun` maps each rank on this
+        host that has begun to its process ID.
         """
         self.note(told)
         signs = self.signs
@@ -217,10 +198,7 @@ class Vigil:
         return now - since
 
     def _lasts(self, what: str, so: bool, now: float) -> float:
-        """Return for how many seconds a condition has been true; -1 if it is false.
-
-        `what` is the name of the condition, and `so` says whether it is true now.
-        """
+        """Return for how many seconds the condition `what` has been true; -1 if it is false now."""
         if not so:
             self._since.pop(what, None)
             return -1.0

@@ -1,12 +1,9 @@
 """Make and remove the folder in /dev/shm in which the ranks of a job keep copies of their state.
 
-The folder has the same name on all hosts. The name is random, because all users may write to
-/dev/shm. The control folder stores the name, so all attempts of a job use the same folder.
-`mpidist launch` makes the folder on its own host, and the ranks make it on other hosts. A run that
-finishes removes its copies itself. At the end of the job, finished or not, `mpidist launch` removes
-the folder on all hosts. If `mpidist launch` was killed, the next `mpidist launch` on the same host
-removes the folder. On other hosts, the user's next job removes it, if no rank has used it for an
-hour.
+The folder has the same random name on all hosts. At the end of the job, finished or not, `mpidist
+launch` removes the folder on all hosts. If `mpidist launch` was killed, the next `mpidist launch`
+on the same host removes the folder. On other hosts, the user's next job removes it, if no rank has
+used it for an hour.
 """
 
 from __future__ import annotations
@@ -32,9 +29,9 @@ _NAME = "memory"
 
 
 def make_memory_folder(control: Path) -> Path | None:
-    """Make a job's folder in /dev/shm; remove those of jobs whose `mpidist launch` was killed.
+    """Make a job's folder in /dev/shm, or return None if this host has no /dev/shm.
 
-    Returns None if this host has no /dev/shm.
+    Also remove the folders of jobs whose `mpidist launch` was killed.
     """
     name = f"{COPIES}{secrets.token_hex(8)}"
     with suppress(OSError):
@@ -61,7 +58,7 @@ def _own(folder: Path) -> Path:
 def remove_memory_folder(
     job: LaunchedJob, folder: Path | None, well: bool, used: Collection[str] | None = None
 ) -> None:
-    """Remove a job's folder in /dev/shm, for copies of its state, on all hosts.
+    """Remove a job's folder in /dev/shm on all hosts.
 
     `well` says whether the job has finished without an error. If so, its ranks have already removed
     the folder on the hosts `used`, which are all hosts by default.

@@ -1,8 +1,7 @@
 """Find the rank that the kernel killed for lack of memory, so that `mpidist launch` can name it.
 
-A killed process cannot record why it ended. But the control group (cgroup) of the process counts
-the kills for lack of memory, and each rank records its memory use with every heartbeat. If several
-ranks have ended, the kernel killed the first one, and the launcher then ended the others.
+The control group (cgroup) of a process counts the kills for lack of memory, and each rank records
+its memory use with every heartbeat.
 
     rank 0   peak 3.1 GiB   gone at 10.031 s, ended by the launcher
     rank 1   peak 7.8 GiB   gone at 10.002 s, and oom_kill of its group went from 0 to 1
@@ -30,10 +29,7 @@ class MemoryKills:
         self._before = self._own.kills() if self._own else None
 
     def see(self, signs: Sequence[Sign]) -> None:
-        """Find the control groups (cgroups) of this host's ranks, while the ranks' processes exist.
-
-        `signs` are the heartbeats of the ranks.
-        """
+        """Find the control groups (cgroups) of this host's ranks, while their processes exist."""
         for sign in signs:
             here = sign.host == self._host and sign.rank not in self._groups
             if here and (group := group_of(sign.pid, self._root)):

@@ -66,7 +66,7 @@ class SharedFacts(NamedTuple):
     """What all attempts (starts of the program) of a job share.
 
     These are the results of earlier attempts, the folder in /dev/shm for copies of the state, and
-    the requests of users (to continue with more ranks, or to end).
+    the requests of users.
     """
 
     attempts: list[Attempt]
@@ -78,10 +78,10 @@ class RunningAttempt:
     """One attempt (start of the program): its launcher, its folder, the mark of its processes.
 
     The mark is an environment variable. `number` is in the name of the attempt's folder, and no
-    later attempt gets the same number. `known_as` is the number of the attempt for the program and
-    the user; it does not count earlier attempts in which the launcher has started no process.
-    `before` is the previous attempt if it still trains; then this attempt waits until it can take
-    over the run. `pending` is a signal that came while this attempt waited.
+    later attempt gets the same number. `known_as` is the number for the program and the user; it
+    does not count attempts in which the launcher has started no process. `before` is the previous
+    attempt if it still trains and this attempt waits to take over the run. `pending` is a signal
+    that came while this attempt waited.
     """
 
     def __init__(
@@ -290,7 +290,7 @@ class RunningAttempt:
         return now + self.job.limits.grace
 
     def _listens(self) -> bool:
-        """Return whether the ranks now handle a signal to stop; earlier, it would kill them."""
+        """Return whether the ranks handle a signal to stop by now; before, it would kill them."""
         signs = self.vigil.signs
         return self.begun and (not signs or any(sign.step is not None for sign in signs))
 

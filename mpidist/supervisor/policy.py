@@ -4,11 +4,9 @@
     attempt 1   4 ranks   exit 137 at step 951     -> again
     attempt 2   4 ranks   exit 137 at step 951     -> stop: the same failure at the same step
 
-137 is the exit code after SIGKILL. The number of failures per hour is limited. Exit code 75 means
-that an attempt has saved its state and wants to be continued later. An attempt with exit code 75 is
-not a failure if its ranks have written heartbeats; the number of these attempts has a limit of its
-own. An attempt in which the launcher has started no process is not a failure either, because the
-job did not run.
+137 is the exit code after SIGKILL. The number of failures per hour is limited. An attempt that ends
+with exit code 75 has saved its state to be continued later, and is not a failure if its ranks have
+written heartbeats.
 """
 
 from __future__ import annotations
@@ -47,9 +45,8 @@ class Attempt(NamedTuple):
     - `culprit`: the host whose ranks were the first to fail; "" if unknown.
     - `memory`: a text about the rank that the kernel has killed for lack of memory; "" if none.
     - `survived`: how many ranks have died although the living ranks have finished the attempt. The
-      dead ranks are then counted in `left`, and `code` is the exit code of the living ranks.
-    - `more`: if this attempt was ended because the user wants more ranks: how many more ranks the
-      next attempt has.
+      dead ranks are then counted in `left`.
+    - `more`: how many more ranks the next attempt has, if the user has asked for more.
     """
 
     ranks: int
@@ -113,9 +110,8 @@ class Policy(NamedTuple):
 
     `preempted` says what follows an attempt (start of the program) that has saved and exited to be
     continued later: "leave" ends `mpidist launch` with exit code 75, "relaunch" starts the next
-    attempt, and "requeue" gives the job back to Slurm, which starts it again later.
-    `max_preemptions` is the largest number of attempts that may save and exit to be continued
-    later; None for any number.
+    attempt, and "requeue" makes Slurm start the job again. `max_preemptions` is the largest number
+    of these attempts; None for any number.
     """
 
     max_restarts: int = 3
@@ -195,9 +191,8 @@ def left_out(
 ) -> list[str]:
     """Return the hosts that answer, but that the next start of the program must not use.
 
-    A host is left out if its ranks were the first to fail several times within the last hour. The
-    host with the most failures is left out first. A host is kept if without it the remaining hosts
-    could run too few ranks.
+    A host is left out if its ranks were the first to fail several times within the last hour,
+    unless the remaining hosts could then run too few ranks.
 
     Parameters
     ----------
@@ -207,12 +202,9 @@ def left_out(
     wanted : int
         The number of ranks that the user wants.
     hosts : mapping
-        All hosts and their numbers of ranks; together they can run `wanted` ranks.
+        All hosts and their numbers of ranks.
     there : sequence of str
         The hosts that answer.
-    now : float
-        The current time, which is an argument because the newest attempt of a requeued job may be
-        much older.
     """
     out: list[str] = []
     failed = [a for a in attempts if a.failed and not a.asked and now - a.ended < WINDOW]
@@ -226,11 +218,9 @@ def left_out(
 
 
 def _same_twice(attempts: Sequence[Attempt]) -> bool:
-    """Return whether the two newest attempts (starts of the program) have ended alike.
+    """Return whether the two newest attempts have the same exit code, last step and ranks.
 
-    They have if the exit code, the last step and the number of ranks are equal. Returns False for a
-    program that writes no heartbeats, because its step is unknown. The failures of such a program
-    are limited only by their number per hour.
+    The result is false for a program that writes no heartbeats, because its step is unknown.
     """
     if len(attempts) < 2 or not attempts[-1].told:
         return False
@@ -239,9 +229,9 @@ def _same_twice(attempts: Sequence[Attempt]) -> bool:
 
 
 def _cap(attempts: Sequence[Attempt], policy: Policy, wanted: int) -> int:
-    """Return how many ranks to start: fewer if ranks were missing in two starts in a row.
+    """Return how many ranks to start: `wanted`, or fewer if ranks were missing twice in a row.
 
-    Without the option --min-ranks, the result is always the number that the user wants.
+    Without the option --min-ranks, the result is `wanted`.
     """
     cap = wanted
     if policy.min_ranks is None:
@@ -253,11 +243,10 @@ def _cap(attempts: Sequence[Attempt], policy: Policy, wanted: int) -> int:
 
 
 def _pause(attempts: Sequence[Attempt]) -> float:
-    """Return the pause in seconds before the next attempt.
+    """Return the pause in seconds before the next attempt (start of the program).
 
-    It depends on how many of the newest attempts (starts of the program) have completed no step.
-    For fewer than two in a row the pause is 0, and for two it is 1 second. It doubles with each
-    further one, up to `LONGEST_PAUSE`.
+    The pause is 0, but grows from 1 to `LONGEST_PAUSE` while two or more attempts in a row complete
+    no step.
     """
     idle = len(list(takewhile(lambda attempt: not attempt.advanced, reversed(attempts))))
     return 0.0 if idle < 2 else min(LONGEST_PAUSE, 2.0 ** (idle - 2))

@@ -1,9 +1,8 @@
 """Requests to a running job: continue with more ranks, or end before its hosts go away.
 
-`mpidist grow` requests more ranks by a file in the control folder. A cloud may give a notice some
-minutes before it takes a machine away; `mpidist launch` notices it by a file that appears, or by a
-command that exits with 0. In both cases `mpidist launch` asks the ranks by SIGUSR1 to save and
-exit, and then decides what to do next.
+`mpidist grow` requests more ranks by a file in the control folder. A cloud may give a notice before
+it takes a machine away: a file appears, or a command exits with 0. In both cases `mpidist launch`
+asks the ranks by SIGUSR1 to save and exit.
 """
 
 from __future__ import annotations
@@ -112,10 +111,7 @@ def notice_words(notice: str) -> list[str]:
 
 
 def request_files(control: Path) -> list[Path]:
-    """Return the files in a control folder by which users request more ranks.
-
-    Files that are not completely written yet are also returned.
-    """
+    """Return the files in a control folder by which users request more ranks."""
     return [*control.glob(f"{_GROW}*"), *control.glob(f".{_GROW}*")]
 
 
@@ -133,10 +129,7 @@ def _taken(control: Path) -> int:
 def request_growth(control: Path, more: int) -> None:
     """Ask the `mpidist launch` that uses the folder `control` for `more` additional ranks.
 
-    Raises
-    ------
-    ConfigError
-        The number is wrong, or no `mpidist launch` uses the folder.
+    Raises ConfigError if the number is wrong, or no `mpidist launch` uses the folder.
     """
     if more < 1:
         raise ConfigError(f"mpidist grow: -n {more}; expected one more rank, or several")

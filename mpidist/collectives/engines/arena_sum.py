@@ -20,13 +20,7 @@ SMALL_BYTES = 8 << 10
 def plans_of(context: Context, arena: Arena, op, algorithm: str) -> list[AllreducePlan]:
     """Return a plan (prepared allreduce) for each vector of `arena` (tensors in shared memory).
 
-    The first call for an arena makes the plans, and is collective.
-
-    The label of the arena is part of each operation's signature, the description that all ranks
-    compare. If some ranks reduce one arena and others reduce another arena or an array, all ranks
-    raise an error. A long vector of the arena is summed in place, in the arena's shared memory. A
-    short vector, or a vector of half precision, is reduced in the same way as an array outside
-    shared memory.
+    The first call for an arena is collective.
     """
     if (op, algorithm) in arena.plans:
         return arena.plans[op, algorithm]
@@ -53,10 +47,7 @@ def plans_of(context: Context, arena: Arena, op, algorithm: str) -> list[Allredu
 
 
 def _settle(context: Context, arena: Arena, algorithm: str) -> str:
-    """Return the algorithm that sums `arena` (tensors in shared memory). Collective.
-
-    The result is an algorithm that uses the shared memory, if `algorithm` allows one.
-    """
+    """Return the algorithm that sums `arena` (tensors in shared memory). Collective."""
     topology = arena.topology
     alone = topology.nodes == topology.size  # every rank alone on its node
     if algorithm not in (algorithms.MEASURED, *algorithms.NODE) or alone or not arena.shared:

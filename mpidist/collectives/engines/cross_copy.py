@@ -1,27 +1,13 @@
 """Allreduce inside a node: the Linux kernel copies data between the ranks' private memories.
 
-This allreduce has the same steps as `node.in_place_allreduce`, which was written for vectors in
-shared memory. In this module, the vectors are in private memory, and the Linux kernel copies from
-one rank's memory to another rank's memory (module `cross_memory`). Two algorithms use copies by the
-Linux kernel: ``node`` and ``single_copy``. With 2 ranks and n elements, each rank adds n/2
-elements; ``node`` adds them in pieces of m elements. (A sync is a barrier of the node's ranks.)
+The table shows what each rank does in two algorithms, with 2 ranks and n elements, of which each
+rank adds n/2; ``node`` adds them in pieces of m elements. A sync is a barrier of the node's ranks.
 
     node          a copy in, a sum, a copy out by the kernel        3 + n/(2m) syncs
     single_copy   a copy by the kernel, a sum, a copy back by it    2 syncs
 
-The algorithm ``node`` copies the input through shared buffers, and needs fewer system calls than
-``single_copy``. However, in ``node`` the data moves between the cores of two ranks two times more
-often than in ``single_copy``. If the cores of two ranks share no cache, ``single_copy`` is
-therefore faster, because it reads the vectors of other ranks directly.
-
-Each rank writes the address of its vector into the shared memory of the node's barrier, next to the
-rank's counter and to the key that identifies the operation. The first barrier of the operation
-makes the address and the key visible to all ranks, and no rank writes its next address before all
-ranks have reached the last barrier of the operation. Each element of the vector has one owner, the
-rank that computes its sum. In ``node``, owners write their sums into the other ranks' vectors only
-after a barrier that each rank reaches when it has copied its whole input, so no input is
-overwritten too early. In ``single_copy``, only the owner of an element reads and writes this
-element, in the vectors of all ranks.
+If the cores of two ranks share no cache, ``single_copy`` is faster than ``node``, because the data
+moves between the cores half as often.
 """
 
 from __future__ import annotations
@@ -50,13 +36,7 @@ PIECE_BYTES = 512 << 10
 
 
 class CrossProgram(NodeProgram):
-    """An object that runs the steps of `node.in_place_allreduce` or `node.in_place_allgather`.
-
-    In these steps, positions ``[r n, (r + 1) n)`` mean the n elements of the vector of local rank
-    r. If the Linux kernel cannot read or write the vector of a rank, this rank writes the address
-    0, and all ranks then run the algorithm `staged` instead, which copies the vectors through
-    shared buffers.
-    """
+    """An object that runs the steps of `node.in_place_allreduce` or `node.in_place_allgather`."""
 
     def __init__(
         self,
@@ -102,9 +82,8 @@ class CrossProgram(NodeProgram):
     def run(self, work, key, number: int = 0, divisor=None) -> None:
         """Run all steps on the 1-D vector `work`. Collective over the node.
 
-        The argument `key` is a number that identifies the operation. For the second half of an
-        allreduce (the allgather) `key` is None, and the caller has called `prepare` with the same
-        vector.
+        The argument `key` is a number that identifies the operation. It is None for an allgather,
+        before which the caller must call `prepare` with the same vector.
         """
         gate, rounds = self.gate, self.rounds
         if key is not None:

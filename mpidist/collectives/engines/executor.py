@@ -1,16 +1,9 @@
 """The executor: it runs any schedule (list of steps) over MPI point-to-point messages.
 
-The executor posts each receive as soon as the schedule allows, and sends each message as soon as
-the data of this message is final. The executor adds received data while other messages are still
-being sent. Additions happen in the order of the schedule, even if messages arrive in another order.
+Additions happen in the order of the schedule, even if messages arrive in another order.
 
-The MPI tag of a message is the number of its operation. The first message of an operation from one
-rank to another begins with a header (`heading`), which shows to which operation the message
-belongs. A short first message is sent together with its header; before a longer message, the header
-is sent alone. A rank receives nothing more from a peer before it has checked the peer's header.
-Without this check, a long message of another operation could match a receive that is too short for
-the message, and some MPI libraries would crash. Headers are not included in the counts of messages
-and bytes.
+The first message of an operation from one rank to another begins with a header (`heading`), which
+identifies the operation. A header that belongs to another operation raises MismatchError.
 """
 
 from __future__ import annotations
@@ -67,23 +60,12 @@ _testsome, _BYTE = MPI.Request.Testsome, MPI.BYTE
 
 
 def heading(context, key: int) -> bytes:
-    """Return the header of an operation that this rank has just begun.
-
-    The header has two parts. The first part of the header is a number that identifies the
-    operation's kind, dtype and shape. The second part of the header is a digest of all earlier
-    operations on the communicator in which a rank does not wait for every other rank, such as
-    broadcasts.
-    """
+    """Return the header (bytes) of an operation that this rank has just begun."""
     return _HEADER.pack(key, context.chain)
 
 
 def hear_first(context) -> None:
-    """If another rank has reported an error, raise it; called before an operation begins.
-
-    A rank that stops an operation because of an error keeps the buffers of its messages only for
-    one second (`GRACE`). A rank that begins the operation later must not receive messages from such
-    buffers.
-    """
+    """If another rank has reported an error, raise it; called before an operation begins."""
     now = time.monotonic()
     if context.size > 1 and now - context.heard > GRACE / 2:
         context.statuses.listen()
@@ -107,14 +89,13 @@ class Engine:
         """Reduce `work` in place. Collective.
 
         `number` is the number of the operation, and `key` is a digest of its kind, dtype and shape.
-
-        If the attribute `divides` of this object is true, `run` also divides the sum by `divisor`,
-        unless `divisor` is None.
+        If the attribute `divides` of this object is true and `divisor` is given, `run` divides the
+        sum by `divisor`.
         """
         raise NotImplementedError
 
     def close(self) -> None:
-        """Do nothing: this object has no memory or MPI requests that it must free."""
+        """Do nothing, because this object owns no memory and no MPI request."""
 
 
 class Program(Engine):
@@ -132,10 +113,7 @@ class Program(Engine):
         self.counters = _count(steps, dtype.itemsize)
 
     def run(self, work, key, number: int = 0, divisor=None) -> None:
-        """Run the steps on `work`, in place, and wait for their end. Collective.
-
-        The docstring of `Engine.run` explains the parameters.
-        """
+        """Run the steps on `work`, in place, and wait for their end. Collective."""
         context = self.context
         hear_first(context)
         run = Run(self, work, context.tag(number), heading(context, key))
@@ -181,11 +159,9 @@ def ends_within(seconds: float, test: Callable[[], bool]) -> bool:
 class Run:
     """One execution of a list of steps on `data`, a 1-D contiguous vector, reduced in place.
 
-    The constructor begins the execution; the caller must call `test` until it returns true. `data`
-    is in host memory, or in device memory if MPI can send from there. The scratch memory of a run
-    is on the host or on the device, as `data` is. The first message from each rank begins with
-    `header`, which identifies the operation. A message with another header belongs to another
-    operation and raises MismatchError. With an empty `header` no headers are sent.
+    The constructor begins the execution; the caller must call `test` until it returns true. The
+    first message to each rank begins with `header`, and a message with another header raises
+    MismatchError.
     """
 
     def __init__(self, program: Program, data, tag: int, header: bytes):
@@ -210,11 +186,7 @@ class Run:
             raise
 
     def finish_sends(self, error: BaseException) -> None:
-        """Wait at most one second until MPI has sent all messages from the caller's memory.
-
-        If `error` reports the death of a rank, the sends may never end. The method then returns at
-        once, and keeps the memory of the messages until the process ends.
-        """
+        """Wait at most one second until MPI has sent all messages from the caller's memory."""
         if ulfm.is_death(error):
             ulfm.keep_alive(self)
             return
@@ -244,11 +216,7 @@ class Run:
     def progress(self, ready: list[int] | None = None) -> bool:
         """Continue with the steps, without a lock; return whether this rank has done all steps.
 
-        The method begins the steps in the list `ready`. If `ready` is None, the method begins the
-        steps that have waited for messages which are now complete. When a step is done, the steps
-        that waited for it are begun as well. Steps to begin are kept in a list, because recursion
-        would be too deep. For speed, this method calls MPI directly and not through helper
-        functions.
+        `ready` lists the steps to begin; None means the steps whose messages are complete by now.
         """
         if not self.left:
             return True
@@ -341,7 +309,7 @@ class Run:
         return self.data[start:stop]
 
     def _headed(self, view):
-        """Return a buffer that contains the header and then the data of a short first message."""
+        """Return a buffer that contains the header and the data `view` of a short first message."""
         if self.device:
             view, source = np.empty(view.size, view.dtype), view
             copy_into(view, source)

@@ -1,20 +1,13 @@
 """Buckets: contiguous parts of an arena (shared memory) that are summed during computation.
 
-If each node has one rank, a bucket is summed by an `iallreduce`. If nodes have several ranks, a
-bucket is summed by the algorithm `hierarchical`, in three stages. Each rank of a node owns one part
-of the bucket; a lane is the group of the ranks, one in each node, that own the same part. Two
-barriers between the ranks of a node, which are called the ready line and the done line, separate
-the stages:
+If each node has one rank, a bucket is summed by an `iallreduce`. If nodes have several ranks, each
+rank of a node owns one part of the bucket; a lane is the group of the ranks, one in each node, that
+own the same part. The sum then has three stages, which are separated by two barriers between the
+ranks of a node, the ready line and the done line:
 
     ready line   all ranks of the node have written the bucket -> owner adds its part of all vectors
     lane         the nodes sum this part by messages           -> owner copies it into all vectors
     done line    all owners have copied their parts            -> the bucket is finished
-
-Every bucket has its own two barriers, so a bucket need not wait for the bucket before it. Each
-barrier consists of one counter per rank, in the shared memory of the arena. A rank that fails
-replaces its counters by their bitwise complements, as `NodeBarrier.leave` does. After a failure, no
-rank passes a barrier that the failed rank has not reached, but a slow rank still passes the
-barriers that the failed rank reached before its error.
 """
 
 from __future__ import annotations
@@ -39,9 +32,7 @@ from .reductions import resolve
 def can_overlap(arena: Arena, algorithm: str) -> bool:
     """Whether buckets (parts) of the tensors in `arena` can be summed while the program computes.
 
-    An arena has tensors in shared memory. With one node the result is False, because a sum that
-    runs while the program computes would save nothing: no messages are sent, and the additions need
-    the same processor cores as the backward pass.
+    The result is False if there is only one node.
     """
     topology = arena.topology
     if topology.nodes == 1:
@@ -51,14 +42,12 @@ def can_overlap(arena: Arena, algorithm: str) -> bool:
 
 
 def bucket(arena: Arena, k: int, start: int, stop: int, algorithm: str = MEASURED):
-    """Return a function that begins to sum a part of an arena's vector over all ranks.
+    """Return a function that begins to sum ``arena.vectors[k][start:stop]`` over all ranks.
 
-    `arena` has tensors in memory that ranks share. The part is ``arena.vectors[k][start:stop]``.
-    When the returned function is called, it begins the sum and returns a handle, which waits for
-    the sum. All ranks of the arena's communicator must call `bucket`, and later the returned
-    function, in the same order. If the vectors have half precision, the returned function has an
-    argument `weight`, and multiplies this rank's values by `weight` in single precision before the
-    sum.
+    The returned function gives a handle, which waits for the sum. All ranks of the arena's
+    communicator must call `bucket`, and later the returned function, in the same order. If the
+    vectors have half precision, the returned function has an argument `weight`, by which it
+    multiplies this rank's values before the sum.
     """
     by_lanes = arena.topology.nodes < arena.topology.size and algorithm in (MEASURED, *NODE)
     lines = arena.take_lines(2) if by_lanes else None
@@ -75,10 +64,7 @@ def bucket(arena: Arena, k: int, start: int, stop: int, algorithm: str = MEASURE
 
 
 class LaneBucket:
-    """A prepared sum of one bucket (a part of tensors in shared memory), on nodes of several ranks.
-
-    The sum can run many times.
-    """
+    """A prepared sum of one bucket (part of tensors in shared memory) on nodes of several ranks."""
 
     def __init__(self, context: Context, arena: Arena, k: int, start: int, stop: int, lines: int):
         topology = arena.topology
@@ -99,7 +85,7 @@ class LaneBucket:
         self.counters = total_of(self.add, self.show, self.program)
 
     def start(self) -> LaneRun:
-        """Begin to sum the bucket; this rank has written all its values before. Collective."""
+        """Begin to sum the bucket, into which this rank has written all its values. Collective."""
         try:
             return LaneRun(self)
         except ProtocolError:  # the operation has not begun
@@ -137,10 +123,7 @@ class LaneBucket:
 
 
 class LaneRun:
-    """One running sum of a bucket (a part of tensors in shared memory); `test` continues it.
-
-    The docstring of the module describes the three stages of the sum.
-    """
+    """One running sum of a bucket (a part of tensors in shared memory); `test` continues it."""
 
     def __init__(self, bucket: LaneBucket):
         self.bucket, self.context = bucket, bucket.context

@@ -7,9 +7,7 @@
 
 A lane is a group with one rank of each node, which exchanges one part of the vector. The number of
 lanes is the number of ranks of the smallest node, and all lanes use the network at the same time.
-With P nodes and vectors of N bytes, each node sends 2(P-1)/P N bytes over the network. Each rank
-sends 2(P-1) messages if the exchange between P nodes uses a ring, and 2 log2 P messages if it uses
-a butterfly.
+With P nodes and vectors of N bytes, each node sends 2(P-1)/P N bytes over the network.
 
 Traeff, Hunold, "Decomposing Collectives for Exploiting Multi-lane Communication", CLUSTER 2020.
 """
@@ -49,7 +47,6 @@ def lane_steps(
     """Return the steps of an allreduce of `n` elements in a lane, a group of one rank per node.
 
     `name` is the algorithm; None means a ring for long vectors and a butterfly for short ones.
-    `itemsize` is the number of bytes of an element.
     """
     name = name or ("ring" if n * itemsize > RING_BYTES else "butterfly")
     peers = [*peers_of(topology, lane), -1]  # peers[-1] is for steps that have no peer
@@ -58,10 +55,7 @@ def lane_steps(
 
 
 def total_of(*programs) -> Counters:
-    """Return the summed message and byte counts of the objects in `programs`; skip each None.
-
-    Each object runs a list of steps, and its attribute `counters` has its counts.
-    """
+    """Return the sum of the message and byte counts of all `programs` that are not None."""
     total = Counters()
     for program in filter(None, programs):
         total.add(program.counters)
@@ -71,12 +65,10 @@ def total_of(*programs) -> Counters:
 def lane_program(
     context: Context, topology: Topology, n: int, reduction: Reduction, name: str | None = None
 ) -> tuple[slice, Program | None]:
-    """Return the part of a vector that this rank sums between nodes, and the object that sums it.
+    """Return the slice of a vector that this rank sums between nodes, and the object that sums it.
 
-    The part is a slice of the `n` elements. On each node, as many ranks sum between nodes as the
-    smallest node has. On the other ranks the slice is empty. The object is None if the slice is
-    empty, and on all ranks if there is only one node. `name` is the algorithm of the sum; None
-    means a ring or a butterfly.
+    The object is None if the slice is empty, and on all ranks if there is only one node. `name` is
+    the algorithm of the sum; None means a ring or a butterfly.
     """
     lanes, lane, dtype = lanes_of(topology), topology.local_rank, reduction.work
     if lane >= lanes:
@@ -99,10 +91,7 @@ class Hierarchical(Engine):
         self.counters = total_of(first, second, self.program)
 
     def run(self, work: np.ndarray, key, number: int = 0, divisor=None) -> None:
-        """Reduce the 1-D vector `work` in place. Collective.
-
-        The docstring of `Engine.run` explains the other parameters.
-        """
+        """Reduce the 1-D vector `work` in place. Collective."""
         self.second.prepare(work)
         self.first.run(work, key)
         if self.program is not None:

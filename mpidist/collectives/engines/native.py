@@ -1,15 +1,10 @@
 """MPI's own allreduce with a check: if the ranks' calls differ, all ranks raise an error.
 
-For short vectors (class `Staged`), the data and a header are copied into one buffer, and a
-persistent MPI request (`Allreduce_init`) sums both. The header is a number that identifies the
-operation, its dtype and its shape. If the sum of all ranks' headers is not the number of ranks
-times a rank's own header, the ranks were in different operations. The header costs two copies of
-the vector, into and out of the buffers, and one comparison.
-
-Longer vectors (class `Blocking`) are summed by a blocking call, which a rank cannot leave before
-all ranks have made it. Before a blocking call, the ranks therefore check, with a small allreduce,
-that all of them are about to make the same call. After this check the ranks call MPI's blocking
-Allreduce, on pieces of fewer than 2^31 elements.
+For short vectors (class `Staged`), the data and a header are copied into one buffer, and MPI sums
+both. The header is a number that identifies the operation, its dtype and its shape. The sum of the
+headers shows whether all ranks were in the same operation. Longer vectors (class `Blocking`) are
+summed by a blocking call of MPI. Before this call, the ranks check with a small allreduce that all
+of them are about to make it.
 """
 
 from __future__ import annotations
@@ -49,9 +44,7 @@ _MANTISSA = {"f4": 24, "f8": 53, "i4": 31, "i8": 62, "u4": 31, "u8": 62}
 
 
 def header_values(key: int, code: str, size: int) -> np.ndarray | None:
-    """Encode `key`, the number of an operation, as array elements (8 bytes).
-
-    The sum of these elements over `size` ranks is exact.
+    """Encode `key`, the number of an operation, as 8 bytes of array elements.
 
     Returns None if elements of type `code` are too small for an exact sum over `size` ranks.
     """
@@ -63,10 +56,7 @@ def header_values(key: int, code: str, size: int) -> np.ndarray | None:
 
 
 def can_stage(reduction: Reduction, n: int, size: int) -> bool:
-    """Whether `Staged` can reduce `n` elements on `size` ranks by this reduction.
-
-    The reduction must be a sum or a mean of real numbers, and the vector must be short.
-    """
+    """Whether `Staged` can reduce `n` elements on `size` ranks by this reduction."""
     code = f"{reduction.work.kind}{reduction.work.itemsize}"
     return (
         reduction.ufunc is np.add
@@ -77,7 +67,7 @@ def can_stage(reduction: Reduction, n: int, size: int) -> bool:
 
 
 class _Nonblocking:
-    """Replaces a persistent MPI request by nonblocking calls, for libraries older than MPI 4."""
+    """A replacement for a persistent MPI request, for libraries older than MPI 4."""
 
     def __init__(self, comm, arguments):
         self.arguments, self.comm = arguments, comm
@@ -104,12 +94,7 @@ def persistent_allreduce(comm: MPI.Comm, source: np.ndarray, result: np.ndarray,
 
 
 class Staged:
-    """Allreduce of a short vector, copied with a header into buffers that are kept between calls.
-
-    The header in the send buffer is written once and never changes. If all ranks make the same
-    call, the header in the receive buffer is `size` times the header in the send buffer. A header
-    has eight bytes, so one comparison of two integers checks the sum of the headers.
-    """
+    """Allreduce of a short vector, copied with a header into buffers that stay allocated."""
 
     def __init__(self, context: Context, signature: Signature, reduction: Reduction, shape):
         self.request, self.run, self.bind, calls = _hot_paths(context, signature, reduction, shape)
@@ -117,7 +102,7 @@ class Staged:
         self.runs = context.count(sent, calls, numbers=True)
 
     def close(self) -> None:
-        """Free the persistent MPI request, and with it the allreduce that MPI has prepared."""
+        """Free the persistent MPI request."""
         self.request.Free()
 
 
@@ -128,11 +113,8 @@ def _bytes(array: np.ndarray) -> memoryview:
 def _hot_paths(context: Context, signature: Signature, reduction: Reduction, shape):
     """Return what a `Staged` object needs: the MPI request, ``run``, ``bind`` and ``calls``.
 
-    ``run`` reduces the array `x` in place. Collective. ``bind`` returns a function without
-    arguments that reduces one array. ``calls`` returns how many reductions have been made by
-    ``run`` or by functions from ``bind``. For speed, ``run``, ``bind`` and ``calls`` are closures
-    that do not call each other: the MPI operation takes 1,000 ns, each function call in Python 100
-    ns, and each attribute lookup 20 ns.
+    ``run`` reduces an array in place; collective. ``bind`` returns a function without arguments
+    that reduces one array. ``calls`` returns how many reductions have been made.
     """
     size, n, dtype, mean = context.size, prod(shape), reduction.work, reduction.mean
     values = header_values(signature.key, f"{dtype.kind}{dtype.itemsize}", size)
@@ -221,13 +203,8 @@ def _wait(context: Context, test: Callable[[], bool]) -> None:
 class Handshake:
     """A small allreduce that checks that all ranks are about to make the same blocking call.
 
-    When all ranks have begun the handshake, each rank makes the blocking call, which no rank can
-    leave before all ranks have made it. If an exception (such as KeyboardInterrupt) interrupts one
-    rank in the handshake, this rank waits at most one second (`GRACE`) for the other ranks to begin
-    the handshake. If all ranks have begun in time, the interrupted rank makes the blocking call
-    first and raises the exception afterwards. A rank that comes to the handshake more than one
-    second after the exception receives the error of the interrupted rank first, and does not begin
-    the handshake.
+    Once all ranks have begun the handshake, each of them must make the blocking call, even a rank
+    that an exception has interrupted.
     """
 
     def __init__(self, context: Context):
@@ -239,10 +216,8 @@ class Handshake:
     def __call__(self, key: int) -> BaseException | None:
         """Wait for all ranks; raise MismatchError if `key` differs between ranks. Collective.
 
-        `key` is a number that identifies the operation.
-
-        If an exception interrupted this rank, the method returns this exception, otherwise None.
-        The caller must raise this exception as soon as the blocking call has ended.
+        `key` is a number that identifies the operation. If an exception interrupted this rank, the
+        method returns it, and otherwise None; the caller must raise it after the blocking call.
         """
         now = time.monotonic()
         if now - self.last > GRACE / 2:
@@ -270,15 +245,12 @@ class Handshake:
         return held
 
     def close(self) -> None:
-        """Free the persistent MPI request, and with it the allreduce that MPI has prepared."""
+        """Free the persistent MPI request."""
         self.request.Free()
 
 
 def handshake(context: Context) -> Handshake:
-    """Return the `Handshake` of a communicator; the first call makes it, and is collective.
-
-    With the handshake, the ranks check that all of them will make the same blocking call.
-    """
+    """Return the `Handshake` of a communicator; the first call makes it, and is collective."""
     if "handshake" not in context.store:
         context.store["handshake"] = Handshake(context)
     return context.store["handshake"]
@@ -299,9 +271,9 @@ class Blocking(Engine):
         handshake(context)
 
     def run(self, work, key, number: int = 0, divisor=None) -> None:
-        """Reduce the vector `work` by blocking MPI calls, as `Engine.run` explains. Collective.
+        """Reduce the vector `work` by blocking MPI calls. Collective.
 
-        An exception on this rank, such as one from a signal handler, is raised only after the
+        An exception on this rank, for example from a signal handler, is raised only after the
         blocking calls have ended.
         """
         held = handshake(self.context)(key)

@@ -1,22 +1,9 @@
 """Memory that the ranks of a node share, a barrier in it, and an allreduce that uses both.
 
 `memory_of(context)` allocates this memory once: the counters of a barrier, two areas for short
-vectors of all ranks, and buffers through which long vectors are copied. `NodeBarrier` is the
-barrier of the node. `SharedProgram` runs the steps of `schedules/node.py` on vectors that lie in
-shared memory. `staging.StagedProgram` runs the steps of `schedules/node.py` on vectors in private
-memory.
-
-A rank that stops an operation because of an error never arrives at the next barrier. A rank that
-has stopped marks its counter in the barrier as failed, so that no other rank passes the barrier and
-returns an incomplete sum.
-
-Memory order: a rank writes its data before its counter, and another rank reads the counter before
-the data. If a processor reordered these accesses, a rank could read old data after a new counter.
-x86 processors keep stores in order and loads in order (TSO), the streaming copies of the kernel and
-the C library end in a fence (an instruction that orders memory accesses), and an aligned 8-byte
-write is atomic. On x86, the counters therefore need no further fences. Other processors may reorder
-memory accesses. On such processors, the ranks therefore use an MPI barrier in place of the
-counters, because its messages keep the accesses in order.
+vectors of all ranks, and buffers through which long vectors are copied. A rank that stops an
+operation because of an error marks its counter as failed, so that no other rank passes the next
+barrier and returns an incomplete sum.
 """
 
 from __future__ import annotations
@@ -43,6 +30,9 @@ from .executor import Engine
 #: use the core.
 SPINS = 200
 
+#: Whether the processor keeps the order of stores and of loads. A rank writes its data before its
+#: counter, and reads another rank's counter before the data. Without this order, the ranks use an
+#: MPI barrier in place of the counters.
 ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686")
 
 LINE = 8  # int64 per cache line
@@ -58,20 +48,9 @@ HEARSAY = 5.0
 class NodeBarrier:
     """A barrier of the ranks of a node: each rank has a counter on a cache line of its own.
 
-    Each rank's cache line also holds two keys (numbers that identify an operation). At the first
-    barrier of an operation, the ranks compare their keys to check that all ranks are in the same
-    operation. A rank has two keys because a quick rank may write the key of its next operation
-    while a slow rank still reads the keys of the current operation. Two keys are enough, because no
-    rank can be two operations ahead of another rank.
-
-    A rank that stops because of an error (`leave`) replaces its counter, the number of barriers
-    that it has reached, by the bitwise complement. The complement is negative and thus less than
-    any count, so no rank passes a barrier that the stopped rank has not reached. A rank that still
-    waits at a barrier that the stopped rank has reached computes the count from the complement, and
-    passes.
-
-    On nodes of more than 16 ranks (`node.FEW_RANKS`), one NumPy call reads the counters of all
-    ranks.
+    Next to its counter, each rank writes a key (a number that identifies an operation). At the
+    first barrier of an operation, the ranks compare their keys to check that all ranks are in the
+    same operation.
     """
 
     def __init__(self, context: Context, lines: memoryview, topology: Topology):
@@ -87,6 +66,8 @@ class NodeBarrier:
 
     def announce(self, key: int) -> None:
         """Write the key (number) of a new operation for the other ranks, which `check` it."""
+        # A rank has two keys, because a quick rank may write the key of its next operation while a
+        # slow rank still reads the current one.
         self.lines[self.mine + KEYS + (self.count + 1) % 2] = key
 
     def check(self, key: int) -> None:
@@ -119,11 +100,7 @@ class NodeBarrier:
                     return
 
     def wait(self, count: int) -> None:
-        """Wait until all ranks have reached barrier number `count`.
-
-        The method first reads the counters of the ranks a few times. If a rank has not arrived
-        then, the method waits without using much CPU.
-        """
+        """Wait until all ranks have reached barrier number `count`."""
         for _ in range(SPINS):
             if self.arrived(count):
                 return
@@ -144,6 +121,8 @@ class NodeBarrier:
 
     def leave(self, error: BaseException) -> None:
         """Stop the operation because of `error`, so that no rank passes a later barrier."""
+        # The complement is negative, so it is less than any count. `arrived` computes the count
+        # from it, and lets ranks pass only the barriers that this rank has reached.
         self.lines[self.mine] = ~self.count
         self.context.break_off(error)
 
@@ -193,9 +172,8 @@ class NodeMemory:
     """The memory that a communicator's ranks on one node share. Collective over the communicator.
 
     If the memory cannot be allocated, the attribute `reason` says why, on all ranks, and only
-    `reason` and `topology` may be used. If the memory has been allocated, `reason` is None. The
-    attribute `cross` is None if some rank of this node cannot read or write the private memory of
-    another rank.
+    `reason` and `topology` may be used; otherwise `reason` is None. The attribute `cross` is None
+    if some rank of this node cannot read or write the private memory of another rank.
     """
 
     def __init__(self, context: Context, ranks_per_node: int | None = None):
@@ -250,11 +228,10 @@ def faked_nodes(comm: MPI.Comm) -> int | None:
 
 
 class NodeProgram(Engine):
-    """An object that runs one rank's steps of an allreduce in a node, or of half an allreduce.
+    """An object that runs one rank's steps of an allreduce inside a node, or of half an allreduce.
 
-    The two halves are the reduce-scatter and the allgather of an allreduce. For the second half,
-    the argument `key` of `run` is None, because the first half has already checked that all ranks
-    run the same operation.
+    For the second half, the allgather, the argument `key` of `run` is None, because the ranks have
+    already checked that they run the same operation.
     """
 
     divides, tagged = True, False
@@ -270,10 +247,7 @@ class NodeProgram(Engine):
 
 
 class SharedProgram(NodeProgram):
-    """An object that runs the steps of one rank on vectors in shared memory, between barriers.
-
-    The steps name elements by positions; ``memory[a:b]`` has the elements at positions ``[a, b)``.
-    """
+    """An object that runs the steps of one rank on vectors in shared memory, between barriers."""
 
     def __init__(self, gate: NodeBarrier | None, steps: list[Step], memory, ufunc: np.ufunc):
         super().__init__(gate)
@@ -294,8 +268,8 @@ class SharedProgram(NodeProgram):
     def run(self, work, key, number: int = 0, divisor=None) -> None:
         """Run all steps on the vectors in `memory`. Collective over the node.
 
-        `work` and `number` are not used. `key` is a number that identifies the operation; in the
-        second half of an allreduce it is None. A mean is divided by `divisor`.
+        `key` is a number that identifies the operation; in the second half of an allreduce it is
+        None. A mean is divided by `divisor`.
         """
         gate = self.gate
         if key is not None:
@@ -308,9 +282,9 @@ class SharedProgram(NodeProgram):
             self.compute(k, divisor)
 
     def compute(self, number: int, divisor=None) -> None:
-        """Run the copies, sums and divisions of round `number`, the steps between two barriers.
+        """Run the copies, sums and divisions between two successive barriers.
 
-        `divisor` is the number by which sums are divided for a mean, or None.
+        If `divisor` is given, the sums are divided by it.
         """
         for kind, target, source in self.rounds[number]:
             if kind == COPY:

@@ -1,15 +1,7 @@
 """Allreduce of short vectors in a node: all vectors are copied to shared memory, then added.
 
-This allreduce has the same steps as the schedule `node.flat`. This module does not use the general
-code that runs schedules (lists of steps), because for short vectors one Python function call costs
-as much as the addition. Each rank has two slots (buffers) for its vector in shared memory, and
-successive allreduces use the first and the second slots alternately. When a rank overwrites one of
-its slots, all ranks have already read the old contents, because they have since reached the barrier
-of another allreduce.
-
-On nodes of more than 16 ranks (`node.FEW_RANKS`), one NumPy call reads the barrier counters of all
-ranks. On these large nodes, a second NumPy call compares the numbers that identify the ranks'
-operations, and a third call adds the vectors of all ranks in rank order.
+The steps are those of the schedule `node.flat`, written out by hand, because for short vectors one
+Python function call costs as much as the addition.
 """
 
 from __future__ import annotations

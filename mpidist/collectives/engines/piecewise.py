@@ -5,20 +5,11 @@
         sums.add(vector_of(piece), weight)
     sums.finish(out)                    # collective: the same bits on any number of ranks
 
-Each of the vectors to add is called a piece. A rank adds each piece as soon as the tree allows
-(``fixed_tree.push``). With V pieces (vectors) on p ranks, a rank keeps only about log2(V/p) + 1
-vectors in memory, as rows of one buffer. When a rank has added all its pieces, its partial sums are
-in the first rows of the buffer, where the algorithms of the module ``fixed_tree`` expect them. If
-all ranks are on one node, the buffers are in memory that the ranks share, and no message is sent
-(``fixed_tree.on_slots``). `add_all` adds several pieces in one call: first all pairs of pieces in
-the tree's lowest level at once, then all pairs of sums in the next level, and so on.
-
-Adding takes as long as memory is read and written, so `add` goes through a vector in blocks that
-stay in the cache: a block is weighted and then added to all rows that the tree joins. The caller
-may also pass a piece in several parts, so that each part is still in the cache when it is added
-(`begin_piece`). About half of the pieces are only stored when they come, because the tree adds them
-to a later piece. The caller may write such a piece directly into the memory in which it is stored
-(`next_row`, `add_row`). Such a piece is multiplied by its weight when the next piece comes.
+Each of the vectors to add is called a piece. A rank adds each piece as soon as the tree allows, so
+with V pieces on p ranks, a rank keeps only about log2(V/p) + 1 vectors in memory. If all ranks are
+on one node, these vectors are in memory that the ranks share, and no message is sent. To save
+copies, the caller may pass a piece in several parts (`begin_piece`), or write it directly where the
+sum needs it (`next_row`, `add_row`).
 """
 
 from __future__ import annotations
@@ -59,17 +50,17 @@ class PieceSum:
     dtype : dtype
         The dtype of the vectors. float16 and bfloat16 are added in float32 and rounded once.
     pieces : int
-        The number of vectors of all ranks together, at least 1; a rank may have none.
+        The number of vectors (pieces) of all ranks together, at least 1; a rank may have none.
     votes : int
-        The number of elements at the end of the result that are sums over the ranks, and not over
-        the vectors. Every rank, even one without vectors, passes this many numbers to `finish`.
+        How many numbers every rank passes to `finish`, which sums them over the ranks and writes
+        the sums to the end of the result. They are part of the length `n`.
     like : array, optional
         A device array if the vectors are on a device.
 
     Attributes
     ----------
     mine : range
-        The numbers of the pieces (vectors) that this rank adds, in this order.
+        The numbers of the pieces that this rank must add, in this order.
     """
 
     def __init__(self, comm, n: int, dtype, pieces: int, *, votes: int = 0, like=None):
@@ -99,10 +90,7 @@ class PieceSum:
             self.rows = slots[self.context.rank].reshape(-1, n)
 
     def _slots(self) -> list[np.ndarray] | None:
-        """Return shared memory for the partial sums of every rank, or None without shared memory.
-
-        Collective. All ranks return memory, or all return None.
-        """
+        """Return shared memory for all ranks' partial sums, or None on all ranks. Collective."""
         context = self.context
         if context.size == 1 or not self.n:
             return None
@@ -143,9 +131,8 @@ class PieceSum:
         """Add ``weight * vector`` as the next piece (summand) of this rank.
 
         The caller may change `vector` after the call. If `vector` is None, zeros are added. With
-        `last`, the caller promises to pass `vector` as the argument `out` of `finish`. If this rank
-        has all pieces and this is the last one, the sum is written into `vector` at once, which
-        saves a copy.
+        `last`, the caller promises to pass `vector` as the argument `out` of `finish`, which saves
+        a copy if this rank has all pieces.
         """
         if vector is not None and isinstance(self.rows, np.ndarray):
             self.begin_piece(weight, out=vector if last else None)(0, vector)
@@ -164,8 +151,7 @@ class PieceSum:
 
         Returns the function ``add(start, part)``, which adds ``weight * part`` to the elements from
         `start` on; `part` is in host memory. Each element must be added once, before anything else
-        is added. `out` is the array that the caller will pass to `finish`, or None. If this rank
-        has all pieces and this is the last one, the sum is written into `out` at once.
+        is added. `out` is the array that the caller will pass to `finish`, or None.
         """
         self._take(1)
         top, weight = len(self._stack), self.dtype.type(weight)
@@ -200,9 +186,8 @@ class PieceSum:
     def next_row(self) -> np.ndarray | None:
         """Return memory into which the caller may write the next piece (summand), or None.
 
-        `add_row` then adds this piece; before it, no other piece may be added. The memory has the
-        dtype of the additions. The result is None if the tree adds the next piece to an earlier sum
-        at once, if this rank has no further piece, or for device arrays.
+        The caller must then call `add_row`, before it adds another piece. The memory has the dtype
+        of the additions. None means that the caller must call `add`.
         """
         if self._next == self.mine.stop or not isinstance(self.rows, np.ndarray):
             return None
@@ -245,12 +230,10 @@ class PieceSum:
             self._join((start, stop))
 
     def add_node(self, node: tuple[int, int], vector) -> None:
-        """Add `vector`, the sum of the pieces ``node[0]`` to ``node[1] - 1``, in place of these.
+        """Add `vector`, which is already the sum of the pieces ``node[0]`` to ``node[1] - 1``.
 
-        A piece is one of the vectors to add.
-
-        `node` must be a node of the tree, and its pieces must be the next pieces of this rank. The
-        caller may change `vector` after the call.
+        A piece is one of the vectors to add. `node` must be a node of the tree, and its pieces must
+        be the next pieces of this rank. The caller may change `vector` after the call.
         """
         self._take(node[1] - node[0])
         self._weigh()
@@ -275,7 +258,7 @@ class PieceSum:
         """Prepare the messages of the sum, so that `begin` waits for no other rank. Collective.
 
         The method does nothing for device arrays, if the ranks of one node share memory for the
-        sum, or if some elements of the result are sums over ranks (`votes`).
+        sum, or if `votes` is not 0.
         """
         sent = self.context.size > 1 and self._plan is None and isinstance(self.rows, np.ndarray)
         if sent and not self.votes and self.n:
@@ -285,8 +268,7 @@ class PieceSum:
     def begin(self) -> None:
         """Begin to send the sums of this rank, which has added all its vectors. Collective.
 
-        `finish` then only waits for the total. If `prepare` was not called, `begin` does nothing,
-        and `finish` does all the work.
+        If `prepare` was not called, `begin` does nothing, and `finish` does all the work.
         """
         if self._ahead is not None:
             self._weigh()
@@ -302,7 +284,7 @@ class PieceSum:
     def finish(self, out, votes=()) -> None:
         """Write the sum over all vectors into `out`. Collective; every rank gets the same bits.
 
-        Every rank, even one without pieces, passes `votes`: a few numbers to add over the ranks.
+        Every rank, even one without vectors, passes `votes`: a few numbers to add over the ranks.
         The last elements of `out` are the sums of all ranks' `votes`.
         """
         if self._next != self.mine.stop or len(votes) != self.votes:
@@ -339,10 +321,9 @@ class PieceSum:
         self._next = self.mine.start
 
     def _message_plan(self, length: int) -> CachedPlan:
-        """Return the prepared operation (plan) that adds the ranks' partial sums by messages.
+        """Return the prepared operation that adds the ranks' partial sums by messages.
 
-        `length` is the number of elements of this rank's partial sums. The first call for a length
-        is collective.
+        The first call for a length is collective.
         """
 
         def steps(size: int, rank: int, _length: int, itemsize: int):
@@ -367,10 +348,7 @@ class PieceSum:
 
 
 class ProgramRun:
-    """A run of a prepared operation, which goes on while this rank computes.
-
-    Every wait of mpidist in this thread makes progress for the operation.
-    """
+    """A run of a prepared operation, which goes on while this rank computes."""
 
     def __init__(self, context, plan: CachedPlan, vector):
         self.context = context

@@ -1,4 +1,4 @@
-"""Find plans (prepared operations) and check arguments, for all collectives except allreduce."""
+"""Find prepared operations and check arguments, for all collectives except allreduce."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ def prepared(
     agreed: bool = False,
     **root,
 ) -> CachedPlan:
-    """Return the cached plan (prepared operation); the call is collective if it must make the plan.
+    """Return the cached prepared operation; the call is collective if it must be made.
 
-    `signature` describes the operation. Ranks that make a plan check that they run the same
-    operation, unless `agreed` is true because they have checked it already. `build` returns the
-    steps of one rank. It is called as ``build(size, rank, problem[, itemsize], **root)``, in which
-    `problem` is the length of the vector, or a list of the lengths of its blocks.
+    The ranks compare `signature`, which describes the operation, unless `agreed` is true because
+    they have done so already. ``build(size, rank, problem[, itemsize], **root)`` returns the steps
+    of one rank; `problem` is the length of the vector, or a list of the lengths of its blocks.
     """
     # Ranks compare the names of ufuncs, but two ufuncs may have the same name, so the key has the
     # ufunc itself.
@@ -70,8 +69,8 @@ def packed_copy(x, reduction: Reduction, native: bool):
 def block_lengths(context: Context, signature: Signature, counts, mine: int) -> np.ndarray:
     """Return the lengths of all ranks' blocks, given the length `mine` of this rank's block.
 
-    If `counts` is None, the function is collective: the ranks exchange their lengths, and check
-    that they begin the same operation. Raises ConfigError if ``counts[rank]`` is not `mine`.
+    If `counts` is None, the function is collective: the ranks exchange their lengths. Raises
+    ConfigError if ``counts[rank]`` is not `mine`.
     """
     if counts is not None:
         lengths = check_counts(counts, None, context.size)
@@ -94,8 +93,8 @@ def block_lengths(context: Context, signature: Signature, counts, mine: int) -> 
 def check_counts(counts, total: int | None, size: int) -> np.ndarray:
     """Return `counts` as int64; raise ConfigError unless they are `size` valid lengths.
 
-    If `total` is not None, the counts must add up to `total`. If `counts` is None, return the
-    lengths of blocks of `total` rows that are as equal as possible.
+    If `total` is given, the counts must add up to it. If `counts` is None, return the lengths of
+    blocks of `total` rows that are as equal as possible.
     """
     if counts is None and total is not None:
         return np.array(BlockPartition(total, size).counts(), np.int64)
@@ -141,10 +140,7 @@ def check_root(root: int, size: int) -> int:
 
 
 def check_out(out, dtype: np.dtype, shape: tuple | None = None) -> None:
-    """Raise ConfigError if `out` is given and the result cannot be written into it.
-
-    If `shape` is None, only the dtype of `out` is checked, and whether it is writable.
-    """
+    """Raise ConfigError if `out` is given and the result cannot be written into it."""
     if out is None:
         return
     array = as_array(out)

@@ -1,10 +1,4 @@
-"""Choose the engine (the object that reduces a vector) by the name of the algorithm.
-
-A *short* engine (`native.Staged`, `node_short.NodeShort`) is for short vectors. The function
-``run(x, total)`` of a short engine takes the user's array `x`, and for a mean the number `total` to
-divide by. All other engines derive from `executor.Engine`. Engines derived from `executor.Engine`
-reduce a 1-D vector, which has the dtype float32 if the user's array has half precision.
-"""
+"""Choose the engine (the object that reduces a vector) by the name of the algorithm."""
 
 from __future__ import annotations
 
@@ -30,8 +24,7 @@ from .staging import ALLGATHER, REDUCE_SCATTER, STAGED, StagedProgram
 def settle(context: Context, name: str) -> str:
     """Return the algorithm that really runs if the user asks for `name` on these ranks. Collective.
 
-    If the ranks cannot share memory, for example because /dev/shm is too small, the butterfly
-    replaces each algorithm that needs shared memory, and an event in the log says so. Raises
+    If the ranks cannot share memory, an algorithm that needs it is replaced by "butterfly". Raises
     ConfigError for an algorithm that works inside one node only, if the ranks are on several nodes.
     """
     if name not in algorithms.NODE or context.size == 1:
@@ -54,11 +47,9 @@ def make_engine(
 ):
     """Return a pair with the engine, the object that runs the algorithm `name`. Collective.
 
-    If the engine takes the user's array (an engine for short vectors), the pair is (engine, None).
-    If the engine takes a 1-D vector, the pair is (None, engine).
-
-    If there is only one rank, the pair is (None, None). If the vector is in an arena (shared
-    memory), `slots` is the list of the vectors of all local ranks.
+    The pair is (engine, None) if the engine takes the user's array, (None, engine) if it takes a
+    1-D vector, and (None, None) if there is only one rank. If the vector is in memory that the
+    ranks of a node share, `slots` is the list of the vectors of all ranks of this node.
     """
     n = prod(shape)
     if context.size == 1:
@@ -123,12 +114,11 @@ def _on_slots(reduction: Reduction, memory: NodeMemory, slots: list) -> Engine:
 
 
 def halves_on_slots(topology: Topology, slots: list, ufunc, gate: NodeBarrier | None = None):
-    """Return two objects that run the two halves of an allreduce in shared memory, in one node.
+    """Return two objects that run an allreduce in one node: its reduce-scatter and its allgather.
 
-    The first object runs the reduce-scatter, and the second one the allgather. `slots` is the list
-    of the vectors of all ranks of the node. `gate` is the barrier at which the ranks of the node
-    wait for each other; without `gate`, the caller makes the ranks wait for each other between the
-    steps.
+    `slots` is the list of the vectors of all ranks of the node, in shared memory. `gate` is the
+    barrier at which the ranks of the node wait for each other; without `gate`, the caller makes
+    them wait between the steps.
     """
     n = slots[0].size
     place = topology.local_size, topology.local_rank, n

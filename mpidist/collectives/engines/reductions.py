@@ -1,10 +1,7 @@
-"""Reductions: what the argument ``op`` means for a dtype. This module sends no messages.
+"""Reductions: what the argument ``op`` means for a dtype.
 
 Values of float16 and bfloat16 are sent and added as float32, and the sum is rounded once. ``mean``
-is a sum that each rank divides at the end; all ranks divide equal sums, so they get the same bits.
-``min`` and ``max`` propagate NaN, as NumPy's do. MPI's own MIN and MAX may return a number although
-one of the values is NaN. For floats, the algorithm ``native`` therefore gives MPI an operation that
-calls NumPy.
+is a sum that each rank divides at the end. ``min`` and ``max`` propagate NaN, as NumPy's do.
 """
 
 from __future__ import annotations
@@ -172,11 +169,7 @@ def _alike(first: np.ndarray, second: np.ndarray) -> bool:
 
 
 def device_safe(reduction: Reduction, native: bool) -> bool:
-    """Whether device memory can be reduced without a copy to the host.
-
-    The result is False if MPI would call a Python function with device pointers, or if CuPy may not
-    have the ufunc.
-    """
+    """Whether device memory can be reduced without a copy to the host."""
     if native:
         return native_op(reduction).is_predefined
     return reduction.ufunc in OPERATIONS.values()
@@ -215,9 +208,8 @@ def finish_mean(reduction: Reduction, work: np.ndarray, total) -> None:
 def weight_sums(weight, rank: int) -> np.ndarray:
     """Return four numbers to sum over the ranks, so that all ranks learn of an invalid weight.
 
-    For a valid weight, the result is (weight, 0, 0, 0). For a weight that is negative or not
-    finite, the result is (0, 1, rank, weight). An object that is not a number counts as the weight
-    NaN.
+    They are (weight, 0, 0, 0) for a valid weight, and (0, 1, rank, weight) for a weight that is
+    negative, not finite or no number.
     """
     try:
         value = float(weight)
@@ -228,7 +220,7 @@ def weight_sums(weight, rank: int) -> np.ndarray:
 
 
 def total_weight(sums: np.ndarray) -> float:
-    """Return the total weight of all ranks; `sums` are all ranks' `weight_sums`, added.
+    """Return the total weight of all ranks from the sum of their `weight_sums`.
 
     Raises
     ------

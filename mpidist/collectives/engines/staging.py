@@ -1,20 +1,12 @@
 """Allreduce inside a node: private vectors are copied, piece by piece, through shared memory.
 
-Each rank owns one part of the vector, and sums this part over all ranks of the node. A part is
-copied and summed in pieces that fit into the shared buffer. The schedule (list of steps)
-`node.staged` has a separate copy step for the piece of each owner (the rank that sums a part). This
-module copies the pieces of neighbouring ranks in one NumPy call: it treats both the vector and the
-shared buffer as matrices with a row for each rank that owns a part. One NumPy call thus copies many
-pieces, so the number of calls for copies does not grow with the number of ranks.
+Each rank sums one part of the vector over all ranks of the node. A part is copied and summed in
+pieces that fit into the shared buffer. One NumPy call copies many pieces, because the vector is
+treated as two matrices with a row for each part:
 
     vector   | part 0 | part 1 | part 2 | ...     two matrices, as the first n % lanes parts are
     matrix     row 0    row 1    row 2            one element longer than the others
     piece t    [:, t * piece : (t + 1) * piece]
-
-Between two barriers a rank calls one or more of the methods `stage` (copy values to shared memory
-for their owners), `add`, `publish` (copy a sum to shared memory) and `fetch` (copy sums from
-there). Each rank adds in the same order as in `node.staged`: its own piece first, then the other
-ranks' pieces in rank order.
 """
 
 from __future__ import annotations
@@ -46,13 +38,10 @@ class _Block(NamedTuple):
 class _Round(NamedTuple):
     """The memory that this rank reads and writes between two barriers.
 
-    A piece is as much of a part of the vector as fits into a shared buffer.
-
-    `others` describes the pieces that this rank copies to shared memory for other ranks. `taken`
-    describes the finished pieces that this rank copies from shared memory. `mine` is the piece that
-    this rank sums, and `rows` contains the other ranks' values that are added to this piece. On a
-    large node `taken` contains this rank's own piece too, because one NumPy call copies
-    neighbouring pieces together.
+    A piece is as much of a part of the vector as fits into a shared buffer. `others` are pieces
+    that this rank copies to shared memory for other ranks, and `taken` are sums that it copies from
+    there. `mine` is the piece that this rank sums, and `rows` has the other ranks' values of this
+    piece.
     """
 
     others: list[_Block]
@@ -65,7 +54,7 @@ class StagedProgram(NodeProgram):
     """An object that runs one rank's steps of an allreduce in a node, or of half an allreduce.
 
     `memory` is the shared buffer of the node, as bytes. `form` is "staged" for the whole allreduce,
-    and "reduce_scatter" or "allgather" for one half of the allreduce.
+    and "reduce_scatter" or "allgather" for one half of it.
     """
 
     def __init__(
@@ -102,11 +91,7 @@ class StagedProgram(NodeProgram):
         )
 
     def _make_round(self, buffer: int, *lengths: int) -> _Round:
-        """Return the `_Round`: the memory that this rank uses between two barriers.
-
-        `buffer` (0 or 1) says which half of the shared buffers is used. `lengths` are the lengths
-        of a piece in each of the two matrices of the vector.
-        """
+        """Return the `_Round`: the memory that this rank uses between two barriers."""
         others, everyone, mine, rank = [], [], None, self.rank
         few = self.size <= node.FEW_RANKS
         added: list[np.ndarray] | np.ndarray = []
@@ -142,7 +127,7 @@ class StagedProgram(NodeProgram):
         """Run all steps on the 1-D vector `work`. Collective over the node.
 
         `key` is a number that identifies the operation; in the second half of an allreduce it is
-        None. `number` is not used. A mean is divided by `divisor`.
+        None. A mean is divided by `divisor`.
         """
         if key is not None:
             self.gate.announce(key)
@@ -182,10 +167,7 @@ class StagedProgram(NodeProgram):
             self.gate.check(key)
 
     def stage(self, t: int, x: Matrices) -> None:
-        """Copy to shared memory this rank's values of piece `t` of each other rank's part.
-
-        The rank that sums a part of the vector reads the values there.
-        """
+        """Copy this rank's values of piece `t` of all other ranks' parts to shared memory."""
         start = t * self.piece
         for matrix, owners, length, inbox, _ in self._round(t).others:
             inbox[...] = x[matrix][owners, start : start + length]
@@ -210,10 +192,7 @@ class StagedProgram(NodeProgram):
                 mine[...] = out[:1]
 
     def publish(self, t: int, x: Matrices, divisor) -> None:
-        """Copy the sum of piece `t` of this rank's part to shared memory.
-
-        For a mean, the sum is divided by `divisor` first.
-        """
+        """Copy the sum of piece `t` of this rank's part to shared memory."""
         block = self._round(t).mine
         if block is not None:
             mine = self._mine(t, x, block)

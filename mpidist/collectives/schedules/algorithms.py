@@ -1,9 +1,7 @@
 """Tables that map the name of an algorithm to its builder, which returns the steps of a rank.
 
 A builder is called as ``build(size, rank, n or counts, itemsize)``, or with ``root=`` in place of
-`itemsize` if the operation has a root. The builder returns the steps of `rank`. The name ``native``
-means MPI's own function, which has no steps. For allreduce, the name ``auto`` means that
-``selection`` measures the algorithms and takes the fastest.
+`itemsize` if the operation has a root.
 """
 
 from __future__ import annotations
@@ -42,11 +40,7 @@ def segments(nbytes: int, size: int) -> int:
 
 
 def check_scratch(name: str, size: int, n: int, itemsize: int) -> None:
-    """Raise ConfigError if an algorithm would need more than 4 GiB of extra memory.
-
-    Some algorithms receive the vectors of all ranks into extra memory before they add them. All
-    ranks compute the same number of bytes, so either all of them raise or none does.
-    """
+    """Raise ConfigError if an algorithm would need more than 4 GiB of extra memory."""
     nbytes = (size - 1) * n * itemsize
     if name in EVERY_VECTOR and nbytes > MAX_SCRATCH:
         raise ConfigError(
@@ -125,10 +119,7 @@ NODE = ("node", SINGLE_COPY, "hierarchical")
 
 
 def check_name(algorithm: str, table: Iterable[str], what: str = "allreduce") -> None:
-    """Raise ConfigError for an algorithm that is not in `table`; suggest the most similar name.
-
-    `what` is the name of the operation for the error text.
-    """
+    """Raise ConfigError for an algorithm that is not in `table`; suggest the most similar name."""
     names = [MEASURED, NATIVE, *table, *(NODE if table is ALLREDUCE else ())]
     if not isinstance(algorithm, str) or algorithm not in names:
         raise ConfigError(
@@ -142,9 +133,8 @@ def chosen(
 ) -> str:
     """Return the algorithm to run, which is "ordered" if `reproducible`, else `algorithm`.
 
-    If `algorithm` is "auto", return the first algorithm of `table`. For allreduce, "auto" is
-    returned unchanged, because the fastest algorithm is measured later. Raises ConfigError if
-    `algorithm` is unknown or `reproducible` is not a bool.
+    If `algorithm` is "auto", return the first algorithm of `table`; for allreduce, return "auto".
+    Raises ConfigError if `algorithm` is unknown or `reproducible` is not a bool.
     """
     check_name(algorithm, table, what)
     if not isinstance(reproducible, bool | np.bool_):

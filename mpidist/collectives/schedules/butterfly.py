@@ -4,24 +4,13 @@
 
 In the costs below, p is the number of ranks, L is log2 p, and N is the number of bytes of the
 vector. alpha is the latency of a message, beta the time to send a byte, and gamma the time to add a
-byte. `recursive_doubling` exchanges whole vectors and has the least latency. `recursive_doubling`
-costs L alpha + L N beta + L N gamma. `halving_doubling` (Rabenseifner) first exchanges and adds
-halves, quarters and so on, and then gathers the finished blocks in the reverse order.
-`halving_doubling` costs 2L alpha + 2(p-1)/p N beta + (p-1)/p N gamma: it sends as many bytes as a
-ring, in 2 log2 p rounds. `butterfly` chooses recursive doubling for vectors below 8 KiB (`SHORT`),
-and halving and doubling for longer vectors.
-
-Two ranks that exchange data send at the same time. Over TCP, before MPI sends a long message it
-asks the receiver whether the receiver is ready (rendezvous). The receiver's answer must wait behind
-the long message that the receiver itself is sending. Halves of a vector that are longer than 192
-KiB (`LONG`) are therefore sent as several messages of 60 KiB (`EAGER_BYTES`), which MPI sends
-without asking. The receiver then adds each message while the next messages arrive.
-
-If the number p of ranks is not a power of two, let p be 2^k + r, where 2^k is the largest power of
-two below p. The first 2r ranks then form pairs. The odd rank of each pair sends its vector to the
-even rank. The butterfly is run by 2^k ranks: the even ranks of the pairs, and the ranks without a
-pair. Finally each even rank sends the result to the odd rank of its pair. The messages inside the
-pairs add two rounds. Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005.
+byte. `recursive_doubling` exchanges whole vectors, and costs L alpha + L N beta + L N gamma.
+`halving_doubling` (Rabenseifner) first exchanges and adds halves, quarters and so on, and then
+gathers the finished blocks in the reverse order. `halving_doubling` costs 2L alpha + 2(p-1)/p N
+beta + (p-1)/p N gamma. `butterfly` chooses `recursive_doubling` for vectors below 8 KiB (`SHORT`),
+and `halving_doubling` for longer vectors. If p is not a power of two, some ranks send their vectors
+to a neighbour before the butterfly, and get the result from it afterwards. Thakur, Rabenseifner,
+Gropp, IJHPCA 19(1), 2005.
 """
 
 from __future__ import annotations
@@ -40,10 +29,7 @@ def recursive_doubling(size: int, rank: int, n: int) -> list[Step]:
 
 
 def halving_doubling(size: int, rank: int, n: int, *, itemsize: int = 4) -> list[Step]:
-    """Return the steps of a reduce-scatter of halves, quarters and so on, and of an allgather.
-
-    `itemsize` is the number of bytes of an element.
-    """
+    """Return the steps of a reduce-scatter of halves, quarters and so on, and of an allgather."""
     return _folded(size, rank, n, partial(halving, itemsize=itemsize))
 
 
@@ -119,11 +105,8 @@ def halving(
 
     The ranks are numbered from 0 to size - 1, and `me` is the number of this rank; ``members[k]``
     is the rank of the communicator that has number k. Scratch memory begins at position `scratch`,
-    `first` is the number of the first round, and `itemsize` the number of bytes of an element.
-
-    With `neighbours_first`, a rank exchanges halves first with the rank at distance 1, then with
-    the ranks at distances 2, 4, and so on. With `neighbours_first`, the order of additions is the
-    same as in `recursive_doubling`.
+    `first` is the number of the first round, and `itemsize` the number of bytes of an element. With
+    `neighbours_first`, the order of the additions is that of `recursive_doubling`.
     """
     blocks = BlockPartition(n, size)
     levels = size.bit_length() - 1

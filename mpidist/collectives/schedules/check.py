@@ -1,10 +1,9 @@
 """Check schedules: run the steps of all ranks on symbols that record which values were added.
 
 For each element, the checker keeps the list of ranks whose values were added to the element, in
-order. The checker therefore finds values that are added twice or never, and values that two ranks
-add in different orders. The checker needs no MPI: one process checks the schedules of any number of
-ranks. The k-th send from rank a to rank b matches the k-th receive of rank b from rank a, as in
-MPI.
+order. It therefore finds values that are added twice or never, and values that two ranks add in
+different orders. One process checks the schedules of any number of ranks, without MPI. Functions of
+this module take as argument `build` the function that returns the steps of one rank.
 """
 
 from __future__ import annotations
@@ -69,11 +68,8 @@ def run(
 ) -> tuple[list[list], Sums]:
     """Run all ranks' steps on symbolic vectors; return the memory of all ranks, and the sums.
 
-    `programs` has the steps of each rank, and `vectors` the vector with which each rank begins. In
-    this simulation a send does not block, and a receive waits for its message. The simulation runs
-    the steps of each rank strictly in order. If this function returns, a real run of the schedule
-    (the lists of steps) cannot deadlock, because in a real run no step has to wait for more steps
-    than here.
+    `programs` has the steps of each rank, and `vectors` the vector with which each rank begins. If
+    this function returns, a real run of these steps cannot deadlock.
     """
     n = max((len(v) for v in vectors), default=0)
     memory = [
@@ -127,18 +123,15 @@ def _execute(rank: int, step: Step, memory: list, wires: dict, sums: Sums) -> bo
 def programs(build: Callable, size: int, *args, limit: int | None = None, **kwargs):
     """Return all ranks' steps as the executor runs them: no empty steps, and long messages cut.
 
-    ``build(size, rank, *args)`` returns the steps of one rank. Messages are cut into messages of at
-    most `limit` elements, unless `limit` is None.
+    ``build(size, rank, *args)`` returns the steps of one rank. If `limit` is given, no message has
+    more than `limit` elements.
     """
     built = [without_empty(build(size, rank, *args, **kwargs)) for rank in range(size)]
     return [split_messages(steps, limit) for steps in built] if limit else built
 
 
 def check_allreduce(build: Callable, size: int, n: int, **kwargs) -> None:
-    """Check that every element is the sum of all ranks, added in the same order on all ranks.
-
-    ``build(size, rank, n)`` returns the steps of one rank in the algorithm to check.
-    """
+    """Check that every element is the sum of all ranks, added in the same order on all ranks."""
     memory, sums = run(programs(build, size, n, **kwargs), [[rank] * n for rank in range(size)])
     _check_sums(sums, size, memory[0][:n], "rank 0")
     for rank, vector in enumerate(memory):
@@ -157,8 +150,7 @@ def _check_sums(sums: Sums, size: int, values: Iterable[Value], where: str) -> N
 def check_reduce_scatter(build: Callable, size: int, counts: Sequence[int], **kwargs) -> None:
     """Check that each rank r gets the sum of block r over all ranks.
 
-    ``build(size, rank, counts)`` returns the steps of one rank in the algorithm to check; `counts`
-    are the lengths of the blocks.
+    `counts` are the lengths of the blocks.
     """
     bounds = bounds_of(counts)
     start = [[r] * bounds[-1] for r in range(size)]
@@ -169,10 +161,7 @@ def check_reduce_scatter(build: Callable, size: int, counts: Sequence[int], **kw
 
 
 def check_reduce(build: Callable, size: int, n: int, root: int) -> None:
-    """Check that the root gets the sum of all ranks' vectors, which have `n` elements.
-
-    ``build(size, rank, n, root=root)`` returns the steps of one rank in the algorithm to check.
-    """
+    """Check that the root gets the sum of all ranks' vectors, which have `n` elements."""
     start = [[rank] * n for rank in range(size)]
     memory, sums = run(programs(build, size, n, root=root), start)
     _check_sums(sums, size, memory[root][:n], f"root {root}")
@@ -183,8 +172,7 @@ def check_allgather(
 ) -> None:
     """Check that all `receivers` (by default all ranks) get the block of every rank.
 
-    ``build(size, rank, counts)`` returns the steps of one rank in the algorithm to check; `counts`
-    are the lengths of the blocks.
+    `counts` are the lengths of the blocks.
     """
     owner = [r for r in range(size) for _ in range(counts[r])]
     start = [[r if r == rank else None for r in owner] for rank in range(size)]
@@ -195,19 +183,12 @@ def check_allgather(
 
 
 def check_gather(build: Callable, size: int, counts: Sequence[int], root: int) -> None:
-    """Check that the root gets the block of every rank.
-
-    ``build(size, rank, counts, root=root)`` returns the steps of one rank in the algorithm to
-    check; `counts` are the lengths of the blocks.
-    """
+    """Check that the root gets the block of every rank; `counts` are the lengths of the blocks."""
     check_allgather(build, size, counts, [root], root=root)
 
 
 def check_broadcast(build: Callable, size: int, n: int, root: int) -> None:
-    """Check that every rank gets the root's vector, which has `n` elements.
-
-    ``build(size, rank, n, root=root)`` returns the steps of one rank in the algorithm to check.
-    """
+    """Check that every rank gets the root's vector, which has `n` elements."""
     start = [[root if r == root else None] * n for r in range(size)]
     memory, _ = run(programs(build, size, n, root=root), start)
     for rank in range(size):
@@ -216,11 +197,7 @@ def check_broadcast(build: Callable, size: int, n: int, root: int) -> None:
 
 
 def check_scatter(build: Callable, size: int, counts: Sequence[int], root: int) -> None:
-    """Check that every rank gets its block of the root's vector.
-
-    ``build(size, rank, counts, root=root)`` returns the steps of one rank in the algorithm to
-    check; `counts` are the lengths of the blocks.
-    """
+    """Check that every rank gets its block of the root's vector; `counts` are their lengths."""
     bounds = bounds_of(counts)
     whole: list[Value] = list(range(bounds[-1]))
     start = [whole[:] if r == root else [None] * bounds[-1] for r in range(size)]
@@ -240,10 +217,8 @@ Operation = tuple[Sequence[list[Step]], int] | tuple[Sequence[list[Step]], int, 
 def check_races(operations: Sequence[Operation]) -> None:
     """Check that between two barriers no rank reads or writes memory that another rank writes.
 
-    The `operations` are checked as if they ran one after the other. No barrier separates two
-    operations, so the steps after the last barrier of one operation and the steps before the first
-    barrier of the next operation are checked together. The caller may pass the steps of some ranks
-    only; these ranks are then checked against each other.
+    The caller may pass the steps of some ranks only; these ranks are then checked against each
+    other.
     """
     spans: list[list[tuple[int, int, int, bool, Step]]] = [[]]
     ends = [0] * len(operations[0][0])
@@ -297,8 +272,8 @@ def run_node(
 ) -> tuple[list[list], list, Sums]:
     """Run the steps of one node's ranks; return their vectors, shared memory and sums.
 
-    `programs` has the steps of each rank, `vectors` the symbolic values with which each rank's
-    vector begins, and `shared` those of the memory that the ranks share.
+    `vectors` has the symbolic values with which each rank's vector begins, and `shared` those of
+    the memory that the ranks share.
     """
     n = len(vectors[0])
     private, common, sums = [list(v) for v in vectors], list(shared), Sums()

@@ -1,24 +1,14 @@
 """Direct exchange: every rank sends to every other rank, or all ranks send to one root.
 
-In `direct`, each of p ranks sends its whole vector of N bytes to every other rank, in one round.
-With the latency alpha of a message, and the time beta to send a byte, the algorithm `direct` costs
-alpha + (p-1) N beta, so it is good only for a few ranks and short vectors.
-
-`two_hop` is a direct reduce-scatter and then a direct allgather. In `two_hop`, each rank sends
-2(p-1)/p N bytes, as in a ring, but in two rounds of p-1 messages instead of 2(p-1) rounds of one
-message. If the network can carry p-1 messages of a rank at the same time, `two_hop` costs 2 alpha +
-2(p-1)/p N beta. The few rounds of `two_hop` help a program that seldom calls MPI, because messages
-make progress mainly during calls of MPI.
-
-In `naive`, rank 0 adds all vectors in rank order and sends the result to each rank. Tests compare
-all other algorithms with `naive`, because it is simple. In `naive`, all 2(p-1) N bytes pass through
-rank 0.
+In the costs, alpha is the latency of a message, and beta the time to send a byte. In `direct`, each
+of p ranks sends its whole vector of N bytes to every other rank, in one round, which costs alpha +
+(p-1) N beta. `two_hop` is a direct reduce-scatter and then a direct allgather. If the network can
+carry p-1 messages of a rank at the same time, `two_hop` costs 2 alpha + 2(p-1)/p N beta. In
+`naive`, rank 0 adds all vectors in rank order and sends the result to each rank. Tests compare all
+other algorithms with `naive`.
 
     direct, 4 ranks:   0<->1  0<->2  0<->3  1<->2  1<->3  2<->3     all in round 0
     naive,  4 ranks:   1->0  2->0  3->0                  then 0->1  0->2  0->3
-
-The module also builds direct schedules for gather, scatter, allgather, reduce_scatter, reduce and
-broadcast.
 """
 
 from __future__ import annotations
@@ -73,8 +63,7 @@ def _add_in_rank_order(size: int, rank: int, slots: list[Range], home: Range) ->
 def allgather(size: int, rank: int, counts: Sequence[int], *, first_round: int = 0) -> list[Step]:
     """Return steps in which every rank sends its block to every other rank.
 
-    `counts` are the lengths of all blocks. `first_round` is the number of the first round, if these
-    steps continue other steps.
+    `counts` are the lengths of all blocks.
     """
     blocks = list(itertools.pairwise(bounds_of(counts)))
     others = [(rank + k) % size for k in range(1, size)]

@@ -1,29 +1,18 @@
 """An allreduce over two trees at once, with few rounds, and about as many bytes as a ring.
 
-In a binary tree half of the ranks are leaves. In an allreduce over one tree, a leaf sends the
-vector once and receives it once, but an inner rank sends three vectors and receives three. To give
-all ranks equal work, the vector is cut into two halves, and each half has its own tree. No rank is
-an inner rank in both trees, so every rank sends at most 2N bytes and receives at most 2N bytes for
-a vector of N bytes.
+In a binary tree half of the ranks are leaves, which send less than the inner ranks. To give all
+ranks equal work, the vector is cut into two halves, and each half has its own tree. No rank is an
+inner rank in both trees, so every rank sends at most 2N bytes for a vector of N bytes.
 
     4 ranks    tree of the first half       tree of the second half
                        3                            0
                      1                                2
                     0 2                              3 1
 
-In each tree, the ranks are numbered from 1, from left to right. Odd numbers are leaves, and the
-lowest set bit of a number determines its parent. If the number p of ranks is even, the second tree
-is the mirror image of the first tree. If p is odd, the second tree is the first tree with all ranks
-shifted by one. For any p, an inner rank of the first tree is a leaf of the second tree. Each half
-of the vector is cut into segments. The segments are added on their way up to the root and then sent
-down again, so that all levels of both trees are busy at the same time.
-
-In the cost, alpha is the latency of a message, beta the time to send a byte, and gamma the time to
-add a byte. The cost with S segments in each half, and D = floor(log2 p), is at most (2D + S - 1)
-(alpha + 2N/S beta) + N gamma. With many segments and a long vector, the cost is close to 2N beta
-for any p, whereas the cost of a ring contains a latency that grows with p. Sanders, Speck, Traeff,
-Parallel Computing 35(12), 2009, doi 10.1016/j.parco.2009.09.001; NCCL uses such trees since version
-2.4.
+Each half of the vector is cut into S segments, which follow each other up the tree and down again.
+With D = floor(log2 p), the latency alpha of a message, the time beta to send a byte, and the time
+gamma to add a byte, the cost is at most (2D + S - 1) (alpha + 2N/S beta) + N gamma. Sanders, Speck,
+Traeff, Parallel Computing 35(12), 2009, doi 10.1016/j.parco.2009.09.001.
 """
 
 from __future__ import annotations
@@ -71,7 +60,7 @@ def _rank(size: int, x: int, tree: int) -> int:
 
 
 def _ancestors(x: int, size: int) -> list[int]:
-    """Return the ancestors of x, nearest first, also numbers above `size`, which have no rank."""
+    """Return the numbers of the ancestors of tree node x, nearest first, even above `size`."""
     result = []
     low = x & -x
     while low < 1 << depth(size):

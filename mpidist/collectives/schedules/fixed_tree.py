@@ -1,8 +1,7 @@
 """Add V pieces (vectors) in the order of one fixed binary tree, on any number of ranks.
 
-A tree node that covers k > 1 pieces (vectors to add) has two children, and the left child covers as
-many pieces as the largest power of two below k. The shape of the tree therefore depends on V alone,
-and not on the number of ranks.
+A tree node that covers k > 1 pieces has two children, and the left child covers as many pieces as
+the largest power of two below k.
 
     V = 6      ((0 + 1) + (2 + 3)) + (4 + 5)
                3 ranks hold  0 1 | 2 3 | 4 5        one node each: three partial sums
@@ -10,35 +9,25 @@ and not on the number of ranks.
                2 ranks hold  0 1 2 | 3 4 5          (0 + 1), 2 | 3, (4 + 5): four partial sums
 
 Each rank has a contiguous range of the V pieces. For every tree node whose pieces are all on one
-rank, this rank computes the sum without messages. After the additions that need no messages, each
-rank has at most 2 log2 V partial sums, and usually only one or two. The ranks then add their
-partial sums in one of these ways:
+rank, this rank computes the sum without messages. The ranks then add their partial sums in one of
+these ways, all of which give the same bits:
 
-    direct:   Each rank owns a block of the elements. The owner of a block receives this block of
-              all partial sums, adds these in the order of the tree, and sends the total of the
-              block to all ranks. A rank with k partial sums of N bytes sends (k + 1) (p-1)/p N
-              bytes in two rounds.
+    direct:   The owner of a block of elements receives this block of all partial sums, adds these,
+              and sends the total to all ranks. A rank with k partial sums of N bytes sends
+              (k + 1) (p-1)/p N bytes in two rounds.
 
     halving:  If each rank has one partial sum and p is a power of two, the ranks exchange halves
-              of the vector, neighbours first. With halving, each rank sends 2(p-1)/p N bytes in
-              2 log2 p messages. Short vectors are exchanged whole, in log2 p messages.
+              of the vector, neighbours first. Each rank sends 2(p-1)/p N bytes in 2 log2 p
+              messages. Short vectors are exchanged whole, in log2 p messages.
 
-    on_slots: If all ranks are on one node, the partial sums are in memory that the ranks share.
-              In the shared memory, each rank adds its block of all partial sums, and copies the
-              total to every rank.
+    on_slots: If all ranks are on one node, each rank adds its block of all partial sums in shared
+              memory, and copies the total to every rank.
 
     reduce:   If only one root needs the sum and each rank has one piece, the ranks send whole
               vectors up the tree, in log2 p rounds.
 
-All four ways (direct, halving, on_slots, reduce) compute ``left op right`` for the same nodes of
-the tree, so their results have the same bits. A single process that adds all pieces in the tree's
-order gets the same bits as many ranks. With one piece per rank, the sum over the tree is an
-ordinary allreduce whose bits depend on the number of ranks alone: not on the algorithm, the
-vector's length or the hosts.
-
 Demmel and Nguyen ("Parallel Reproducible Summation", IEEE Transactions on Computers 64(7), 2015)
-make sums independent of the tree as well, with several times as many additions; this module instead
-keeps the tree fixed.
+make sums independent of the tree as well, with several times as many additions.
 """
 
 from __future__ import annotations
@@ -55,10 +44,7 @@ from .schedule import REDUCE, Range, Step, combine, copy, length, node_sync, rec
 def cuts(pieces: int, ranks: int) -> list[int]:
     """Return ``ranks + 1`` bounds; rank r gets the vectors from bound r up to bound r + 1.
 
-    No rank gets more than ``ceil(pieces / ranks)`` pieces, because all ranks wait for the rank with
-    the most work. Within the limit of ``ceil(pieces / ranks)`` pieces, each range ends at a
-    multiple of the largest possible power of two, so that each rank has few partial sums. The last
-    ranks may have fewer pieces than the other ranks, or none.
+    No rank gets more than ``ceil(pieces / ranks)`` pieces (vectors).
     """
     most = -(-pieces // ranks)
     bounds = [0]
@@ -72,9 +58,7 @@ def cuts(pieces: int, ranks: int) -> list[int]:
 def push(stack: list[Range], node: Range, pieces: int) -> int:
     """Push a tree node on a stack; while the two topmost nodes have the same parent, merge them.
 
-    Returns the number of merges; each merge replaces the two topmost nodes by their parent. When
-    all pieces, or the partial sums of all ranks in rank order, have been pushed, only the root of
-    the tree is on the stack.
+    Returns the number of merges; each merge replaces the two topmost nodes by their parent.
     """
     stack.append(node)
     joins = 0
@@ -97,10 +81,7 @@ def partials(start: int, stop: int, pieces: int) -> list[Range]:
 
 
 def vectors_held(start: int, stop: int, pieces: int) -> int:
-    """Return the largest number of vectors that a rank keeps while it adds vectors [start, stop).
-
-    The result is 1 for a rank without vectors.
-    """
+    """Return the largest number of vectors that a rank keeps while adding vectors [start, stop)."""
     stack: list[Range] = []
     most = 1
     for piece in range(start, stop):
@@ -112,10 +93,7 @@ def vectors_held(start: int, stop: int, pieces: int) -> int:
 def reduce(size: int, rank: int, n: int, *, root: int = 0) -> list[Step]:
     """Return steps that give the root the sum, in the order of a tree with one vector per rank.
 
-    If a tree node covers a range of ranks that contains the root, the root computes the node's sum;
-    otherwise the lowest rank of the range does. Another root changes which rank computes a sum, but
-    not the order of additions. The cost of this reduce is the same as for the binomial tree
-    (``tree.reduce``).
+    The order of additions does not depend on the root.
     """
     steps: list[Step] = []
     scratch = n
@@ -138,11 +116,7 @@ def reduce(size: int, rank: int, n: int, *, root: int = 0) -> list[Step]:
 
 
 def allreduce(size: int, rank: int, n: int, *, segments: int = 1, itemsize: int = 4) -> list[Step]:
-    """Return steps that give every rank the sum, in the order of a tree with one vector per rank.
-
-    Each rank's block is cut into `segments` ranges, so that a range can be added while the next one
-    is being sent.
-    """
+    """Return steps that give every rank the sum, in the order of a tree with a vector per rank."""
     return piecewise(size, rank, n, size, segments=segments, itemsize=itemsize)
 
 
@@ -158,10 +132,9 @@ def piecewise(
 ) -> list[Step]:
     """Return steps that give every rank the sum over all pieces (vectors), at positions ``[0, n)``.
 
-    A rank with k partial sums holds them one after the other at the positions ``[0, k n)``. A rank
-    without pieces adds numbers only to the last `votes` elements of the total; it holds these
-    numbers at the positions ``[n - votes, n)``. Each rank's block of the vector is cut into
-    `segments` ranges, so that a range can be added while the next range is being sent.
+    A rank with k partial sums holds them one after the other at the positions ``[0, k n)``. The
+    last `votes` elements of the total are sums over all ranks. A rank without pieces adds only its
+    numbers at the positions ``[n - votes, n)``.
     """
     if size == 1:
         return []
@@ -228,9 +201,6 @@ def on_slots(
 
     The partial sums of rank r begin at position ``r * stride``, and `piece` is the largest number
     of elements that are added at a time. The total replaces the first partial sum of every rank.
-    Each rank owns one block of the elements. Between the two barriers of the node, only the owner
-    of a block reads or writes this block of any rank's partial sums. Before the first barrier and
-    after the second barrier, each rank uses only its own memory.
     """
     nodes = [partials(*span, pieces) for span in itertools.pairwise(cuts(pieces, size))]
     counted: Range = (n - votes, n)
@@ -246,10 +216,7 @@ def on_slots(
 
 
 def _places(held, n: int, home: Range, counted: Range, start: int = 0) -> list[Range]:
-    """Return where the range `home` of elements lies in each partial sum (`held`) of a rank.
-
-    A rank without partial sums has only the elements `counted`, which are sums over all ranks.
-    """
+    """Return where the range `home` of elements lies in each partial sum (`held`) of a rank."""
     if not held:
         home = _common(home, counted)
     rows = range(max(len(held), 1))
@@ -257,11 +224,10 @@ def _places(held, n: int, home: Range, counted: Range, start: int = 0) -> list[R
 
 
 def _add_up(pieces, nodes, slots, home, counted) -> tuple[list[Step], Range]:
-    """Return steps that add the partial sums of the elements `home` in the order of the tree.
+    """Return steps that add the partial sums of the elements `home`, and the place of the total.
 
     `nodes` are the tree nodes whose sums each rank has, and `slots` the positions of these sums.
-    The elements `counted` are sums over all ranks, even over ranks without partial sums. The second
-    return value is the range of positions that contains the total after these steps.
+    The elements `counted` are sums over all ranks, even over ranks without partial sums.
     """
     steps: list[Step] = []
     stack: list[Range] = []

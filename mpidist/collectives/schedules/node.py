@@ -1,8 +1,7 @@
 """Allreduce inside a node: ranks add each other's values in memory that they share.
 
-Inside the node, no messages are sent. The vector is cut into parts, and each part is owned by one
-rank. The owner of a part adds this part of all ranks' vectors, in pieces that fit into the cache.
-The sums of all parts are then copied to every rank.
+The owner of a part of the vector is the rank that adds this part of all ranks' vectors, in pieces
+that fit into the cache. The sums of all parts are then copied to every rank.
 
     in_place_allreduce, 4 ranks: vectors v0 to v3 lie in shared memory, and rank 1 owns part B
       sync | rank 1: v1[B] += v0[B], v2[B], v3[B]; v0[B] = v2[B] = v3[B] = v1[B] | sync
@@ -12,21 +11,9 @@ The sums of all parts are then copied to every rank.
     flat, short vectors: every rank copies in, sync, every rank adds all vectors in rank order
 
 With q ranks on the node and N bytes, each rank reads N bytes and writes N bytes in
-`in_place_allreduce`. In `flat` each rank moves (q+2)N bytes between memory and processor. In
-`staged`, each rank also moves 2N bytes, if accesses that stay in the cache are not counted. In a
-barrier of the node (a sync), each rank writes one cache line. If the argument `lanes` is less than
-the number of ranks of the node, only the first `lanes` ranks own parts of the vector. The first
-half of an allreduce (`reduce_scatter`) gives each owner the node's sum of its part. Before the
-second half of an allreduce (`allgather`), the owners sum their parts over all nodes by messages.
-
-Jain, Kaleem, Balmana, Langer, Durnov, Sannikov, Garzaran, "Framework for Scalable Intra-Node
-Collective Operations using Shared Memory", SC 2018.
-
-Every function here that builds an algorithm returns the steps of one rank. The steps name elements
-by position, as the module `schedule` explains. In functions with the argument `base`, the positions
-``[0, n)`` are this rank's vector. The shared memory of the node begins at position `base`, and each
-of its elements has the *same* position on all ranks. Between two barriers no rank writes an element
-that another rank reads or writes (`check.check_races` verifies this).
+`in_place_allreduce`, and moves (q+2)N bytes in `flat`. Jain, Kaleem, Balmana, Langer, Durnov,
+Sannikov, Garzaran, "Framework for Scalable Intra-Node Collective Operations using Shared Memory",
+SC 2018.
 """
 
 from __future__ import annotations
@@ -57,11 +44,7 @@ FLAT_BYTES = 128 << 10
 
 
 def piece_bytes(size: int) -> int:
-    """Return the distance in bytes between the pieces of vectors in shared buffers, for all dtypes.
-
-    If the distance between pieces depended on the dtype, one call could overwrite data that a slow
-    rank still reads for an earlier call with another dtype.
-    """
+    """Return the distance in bytes between pieces in shared buffers, the same for all dtypes."""
     most = max(STAGING_BYTES, size * STAGING_BYTES_PER_RANK) // (2 * size * size)
     return max(LINE_BYTES, min(ROUND_BYTES // size, most) // LINE_BYTES * LINE_BYTES)
 
@@ -86,12 +69,7 @@ def _reduce(round: int, source: Range, target: Range) -> Step:
 
 
 def inbox_row(size: int, rank: int, owner: int) -> int:
-    """Return which row of the shared buffers `rank` fills with pieces of its vector for `owner`.
-
-    A row of the shared buffers has room for two pieces; successive pieces use the two places
-    alternately. The rows for one owner are next to each other, and an owner has no row for its own
-    pieces.
-    """
+    """Return which row of the shared buffers `rank` fills with pieces of its vector for `owner`."""
     return owner * (size - 1) + rank - (rank > owner)
 
 
@@ -126,7 +104,7 @@ class _Staging:
         return self._place(inbox_row(self.size, rank, owner), owner, t)
 
     def outbox(self, owner: int, t: int) -> Range:
-        """Return the range of shared memory to which `owner` writes its part's sum of piece `t`."""
+        """Return the range of shared memory to which `owner` writes the sum of its piece `t`."""
         return self._place(outbox_row(self.size, self.lanes, owner), owner, t)
 
     def stage(self, round: int, t: int) -> list[Step]:
@@ -151,10 +129,7 @@ class _Staging:
         ]
 
     def publish(self, round: int, t: int) -> list[Step]:
-        """Return steps that put the sum of piece `t` of this rank's part into shared memory.
-
-        For a mean, the sum is divided first.
-        """
+        """Return steps that put the sum of piece `t` of this rank's part into shared memory."""
         if self.rank >= self.lanes:
             return []
         mine = self.part(self.rank, t)
@@ -169,8 +144,7 @@ class _Staging:
 def staged(size: int, rank: int, n: int, piece: int, base: int) -> list[Step]:
     """Return the steps of an allreduce of private vectors, copied through shared buffers.
 
-    The vectors are copied and added in pieces of `piece` elements. The shared buffers begin at
-    position `base`, behind the vector.
+    The shared buffers begin at position `base`, behind the vector.
     """
     staging = _Staging(size, rank, n, piece, size, base)
     steps: list[Step] = []
@@ -227,10 +201,7 @@ def flat(size: int, rank: int, n: int, base: int) -> list[Step]:
 
 
 def in_place_allreduce(size: int, rank: int, n: int, piece: int, stride: int) -> list[Step]:
-    """Return the steps of an allreduce in shared memory; rank r's vector is at ``r * stride``.
-
-    The vectors are added in pieces of `piece` elements, which fit into the cache.
-    """
+    """Return the steps of an allreduce in shared memory; rank r's vector is at ``r * stride``."""
     steps = _in_place(size, rank, n, piece, size, stride, _add_slots, _show)
     return [node_sync(0), *steps, node_sync(0)]
 

@@ -1,7 +1,4 @@
-"""Lengths in bytes at which MPI changes its protocol, or at which another algorithm is faster.
-
-The lengths are measured (docs/benchmarks.md), and the simulator uses them too.
-"""
+"""Lengths in bytes at which MPI changes its protocol, or at which another algorithm is faster."""
 
 #: Messages up to this many bytes are sent at once; longer ones wait for the receiver's answer. In
 #: Open MPI, this length is the parameter btl_tcp_min_rdma_pipeline_size.

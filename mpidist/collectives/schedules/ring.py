@@ -12,8 +12,7 @@ that comes from the left. In the last p-1 rounds, the finished chunks travel onc
 
 For vectors of N bytes on p ranks, the cost is 2(p-1) alpha + 2(p-1)/p N beta + (p-1)/p N gamma. In
 this formula, alpha is the latency of a message, beta the time to send a byte, and gamma the time to
-add a byte. No allreduce algorithm can send fewer bytes per rank than the ring. Each chunk is sent
-in several segments, so that one segment is sent while another segment is added. Patarasuk and Yuan,
+add a byte. No allreduce algorithm can send fewer bytes per rank than the ring. Patarasuk and Yuan,
 JPDC 69(2), 2009, doi 10.1016/j.jpdc.2008.09.002.
 """
 
@@ -53,7 +52,6 @@ def allgather(
     """Return steps that give every rank all blocks; at the start, rank r has only block r.
 
     `counts` are the lengths of the blocks, each of which is sent in `segments` messages.
-    `first_round` is the number of the first round, if these steps continue other steps.
     """
     blocks = [split_range(block, segments) for block in itertools.pairwise(bounds_of(counts))]
     right, left = (rank + 1) % size, (rank - 1) % size

@@ -14,8 +14,6 @@ from rank a to rank b matches the k-th receive of rank b from rank a.
     finish       target is a final sum; for a mean, the executor divides it now
 
 Steps that use the same elements run in the order of the list; other steps may run at the same time.
-The list of a rank's steps therefore defines a dependency graph, whose edges `compile_steps`
-computes.
 """
 
 from __future__ import annotations
@@ -34,8 +32,7 @@ NOTHING: Range = (0, 0)
 class Step(NamedTuple):
     """One action of one rank, such as a send or a sum.
 
-    The attribute `round` only groups steps for drawings and for the simulator; the order of
-    execution depends on the list of steps alone.
+    The attribute `round` only groups steps for drawings and for the simulator.
     """
 
     round: int
@@ -58,9 +55,8 @@ def recv(round: int, peer: int, target: Range) -> Step:
 def combine(round: int, rank: int, peer: int, source: Range, target: Range) -> Step:
     """Return a step that reduces `source`, the data received from `peer`, into `target`.
 
-    The left operand of the operation comes from the lower rank. Two ranks that exchange and add
-    their data both compute ``lower op higher``. So both ranks get the same bits, even where the
-    result of an operation depends on the order of its operands (signed zeros, NaN payloads).
+    The left operand is the data of the lower rank, so that two ranks that exchange and add their
+    data get the same bits.
     """
     return Step(round, REDUCE_LEFT if peer < rank else REDUCE, peer, source, target)
 
@@ -91,11 +87,7 @@ def split_range(span: Range, pieces: int) -> list[Range]:
 
 
 def without_empty(steps: list[Step]) -> list[Step]:
-    """Return `steps` without the steps that have no elements, as some have for short vectors.
-
-    Both the sender and the receiver of an empty message drop its step, so all other messages still
-    match.
-    """
+    """Return `steps` without the steps that have no elements."""
     return [step for step in steps if length(step.source) or length(step.target)]
 
 
@@ -138,10 +130,8 @@ class Compiled(NamedTuple):
     """A list of steps and their dependencies: step i must wait for `needs[i]` earlier steps.
 
     When step i has finished, each step in `dependents[i]` has one step fewer to wait for. When step
-    i has begun, each step in `followers[i]` has one step fewer to wait for. The attribute
-    `followers` exists because MPI matches messages between two ranks in the order in which they are
-    posted. Messages to (or from) one peer must therefore be posted in the order of the list of
-    steps. `first[i]` is 1 if step i is the first send to its peer, or the first receive from it.
+    i has begun, each step in `followers[i]` has one step fewer to wait for. `first[i]` is 1 if step
+    i is the first send to its peer, or the first receive from it.
     """
 
     steps: list[Step]
@@ -152,13 +142,7 @@ class Compiled(NamedTuple):
 
 
 def compile_steps(steps: list[Step]) -> Compiled:
-    """Return `steps` together with the steps that each step must wait for.
-
-    A step waits for earlier steps that touch the same elements, and for the previous message to (or
-    from) the same peer. Schedules may be long (a ring of 65,536 ranks has 300,000 steps), so one
-    pass over the list computes all dependencies. All steps for which no other step waits share one
-    empty list.
-    """
+    """Return `steps` together with the steps that each step must wait for."""
     edges = {edge for s in steps for span in (s.source, s.target) for edge in span}
     index = {edge: i for i, edge in enumerate(sorted(edges))}
     writer = [-1] * len(index)
@@ -193,6 +177,7 @@ def compile_steps(steps: list[Step]) -> Compiled:
             else:
                 dependents[j] = [i]
         needs[i] = len(before)
+        # MPI matches the messages between two ranks in the order in which they are posted.
         if kind in _MESSAGES:
             previous = last_posted.get((kind, peer))
             if previous is None:

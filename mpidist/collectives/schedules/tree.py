@@ -7,11 +7,9 @@
 
 In the costs, p is the number of ranks, L is ceil(log2 p), and N is the number of bytes of the
 vector. alpha is the latency of a message, beta the time to send a byte, and gamma the time to add a
-byte. A broadcast costs L (alpha + N beta). A reduce costs L N gamma more than a broadcast, because
-it also adds. An allreduce is a reduce to rank 0 and then a broadcast from rank 0; the messages of
-both cost 2L alpha + 2L N beta. The tree works for any number of ranks, and is best for short
-vectors and for operations with a root. Ranks are renumbered so that the root has number 0; see
-Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005.
+byte. A broadcast costs L (alpha + N beta), and a reduce costs L N gamma more than a broadcast. An
+allreduce is a reduce to rank 0 and then a broadcast from rank 0. Thakur, Rabenseifner, Gropp,
+IJHPCA 19(1), 2005.
 """
 
 from __future__ import annotations

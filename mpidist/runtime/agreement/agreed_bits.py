@@ -1,9 +1,6 @@
 """The bits on which the living ranks of an elastic group agree, see `ulfm.Membership`.
 
-An elastic group is a group of ranks that goes on after a rank has died. A spare is a rank that
-waits to take the place of a rank that dies. Each rank passes an integer, and MPI combines the
-integers of all ranks by a bitwise "and". So a bit of the result is 1 only if the bit is 1 on all
-ranks. The 8 bits above the other bits are an exit code.
+An elastic group is a group of ranks that goes on after a rank has died.
 """
 
 from __future__ import annotations
@@ -22,10 +19,7 @@ def ending(code: int) -> int:
 
 
 def exiting(code: int) -> int:
-    """Return the bits of a rank that exits with `code`; the spares then exit with `code`, too.
-
-    A spare is a rank that waits to take the place of a rank that dies.
-    """
+    """Return the bits of a rank that exits with `code`."""
     # The bits of the code are inverted, because the spares must get code 0 only if all ranks exit
     # with code 0.
     return GO_ON | LEAVE | (NO_CODE ^ code << _CODE)
@@ -40,11 +34,9 @@ def end_code(value: int) -> int | None:
 
 
 def leave_code(value: int) -> int | None:
-    """Return the code with which the spares exit, or None if the spares go on waiting.
+    """Return the code with which ranks that wait to replace a dead one exit, or None.
 
-    A spare is a rank that waits to take the place of a rank that dies.
-
-    `value` is the bitwise "and" of all ranks' bits.
+    `value` is the bitwise "and" of all ranks' bits. None means that they go on waiting.
     """
     leave = value & LEAVE and not value & SPARE
     return (NO_CODE & ~value) >> _CODE if leave else None

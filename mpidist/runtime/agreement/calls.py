@@ -5,11 +5,7 @@
                                         already in the operation raise an error
         begin ... wait ... deliver      an exception here ends the operation on all ranks
 
-The modules `native` and `node_short` guard short allreduce calls in the same way, but without a
-``with`` block, to save time. `Context` is mpidist's state for a communicator. Its attribute
-`stopped` is true while a call of a public function is running, and after a failure. Even without
-the guard, every operation would read `Context.stopped`, so the guard's check takes no additional
-time. If `Context.stopped` is true, `Context.check_free` finds the reason.
+`Context` is mpidist's state for a communicator.
 """
 
 from __future__ import annotations
@@ -60,11 +56,7 @@ class Call:
 def mark_told(error: BaseException, context, *, for_now: bool = False) -> None:
     """Record that the other ranks already know `error`, so it need not be sent to them.
 
-    `context` is mpidist's state for the communicator of the ranks, or None if this state has not
-    been made yet.
-
-    If `for_now` is true, the record is valid only until the next operation: an exception that is
-    raised again in the next operation is sent again.
+    If `for_now` is true, the record is valid only until the next operation.
     """
     with suppress(Exception):
         told = error.__dict__.setdefault("told_to_ranks", {})
@@ -76,19 +68,13 @@ def _now(context) -> tuple[int, int]:
 
 
 def was_told(error: BaseException, context) -> bool:
-    """Return whether `mark_told` has recorded that the other ranks already know `error`.
-
-    `context` is mpidist's state for the communicator of the ranks.
-    """
+    """Return whether `mark_told` has recorded that the other ranks already know `error`."""
     told = getattr(error, "told_to_ranks", {})
     return None in told or (context in told and told[context] in (None, _now(context)))
 
 
 def refusal(kind: str, context=None) -> ProtocolError:
-    """Return the error for a call of a public function while another such call is running.
-
-    `kind` is the name of the function for the error text.
-    """
+    """Return the error for a call of the function `kind` while another such call is running."""
     error = ProtocolError(
         f"{kind}: another call on this communicator is under way, in another thread or in code "
         "that a signal interrupted; use one thread at a time, or a communicator for each "
@@ -110,11 +96,7 @@ def wrong_thread(kind: str, context) -> ProtocolError:
 
 
 class Running(threading.local):
-    """The nonblocking operations of this thread: objects with the attributes `context` and `test`.
-
-    Every wait makes progress for all operations of its own thread, so ranks may wait for them in
-    different orders. A wait makes no progress for the operations of other threads.
-    """
+    """The nonblocking operations of this thread, which have the attributes `context` and `test`."""
 
     def __init__(self):
         self.handles: list = []
@@ -125,10 +107,7 @@ class Running(threading.local):
         handle.context.handles.append(handle)
 
     def remove(self, handle) -> None:
-        """Remove the operation `handle` from the lists of this thread and of its communicator.
-
-        Another thread may have begun the operation.
-        """
+        """Remove the operation `handle`, which another thread may have begun."""
         for kept in (self.handles, handle.context.handles):
             if handle in kept:
                 kept.remove(handle)

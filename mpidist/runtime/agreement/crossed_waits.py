@@ -3,15 +3,8 @@
     rank 0   allreduce(a) ...... waits for rank 1
     rank 1   allreduce(b) ...... waits for rank 0       or in the first call on a new communicator
 
-On each of the two communicators, one rank waits and the other rank seems only late, so the status
-messages of a single communicator show no error. Therefore a waiting rank A also reads the status
-messages on its other communicators. If a rank B waits for A on one communicator while A waits on
-another, A sends B a message that says in which operation of which communicator A waits. If B has
-not begun the operation in which A waits, neither A nor B can continue, and B sends an error to all
-ranks.
-
-If two communicators share several ranks, MPI requires that these ranks call the collectives of both
-communicators in the same order, even if one of the collectives does not wait for other ranks.
+The status messages of a single communicator show no error here, because the other rank seems only
+late. So a waiting rank tells the ranks that wait for it on other communicators where it waits.
 """
 
 from __future__ import annotations
@@ -31,9 +24,9 @@ open_contexts: list = []
 def look(comm: MPI.Comm, context=None, number: int = 0) -> None:
     """Tell ranks that wait for this rank on other communicators that this rank waits on `comm`.
 
-    `context` is the `Context` in which mpidist keeps its state for `comm`, or None while this state
-    is being made. `number` is the number of the operation in which this rank waits. Raises
-    MismatchError if another rank has found out that the two ranks wait for each other.
+    `context` is mpidist's state for `comm`, or None while it is being made. `number` is the number
+    of the operation in which this rank waits. Raises MismatchError if another rank has reported
+    that the two ranks wait for each other.
     """
     place, here = None, (comm, number)
     for other in tuple(open_contexts):
@@ -60,11 +53,9 @@ def look(comm: MPI.Comm, context=None, number: int = 0) -> None:
 
 
 def _place(comm, context, number: int) -> str:
-    """Return a text that tells other ranks in which operation this rank waits.
+    """Return a text that says in which operation of which communicator this rank waits.
 
-    The text names the communicator, too. `context` is mpidist's state for `comm`. If `context` is
-    None, this state is being made: the rank waits in the first call on `comm`, which has the
-    operation number 0.
+    `context` is mpidist's state for `comm`, or None while it is being made.
     """
     what, identity = "the first call", 0
     if context is not None:
@@ -74,11 +65,10 @@ def _place(comm, context, number: int) -> str:
 
 
 def crossing(context, number: int, status: Status) -> str | None:
-    """Return the error text if this rank and the sender of `status` wait for each other.
+    """Return the error text if this rank and the sender of `status` wait for each other, else None.
 
     This rank waits in operation `number` of the communicator whose state `context` is. `status`
-    says in which operation of which communicator the sender waits. Returns None if this rank or the
-    sender can continue.
+    says in which operation of which communicator the sender waits.
     """
     if status.state != ELSEWHERE or status.sequence != number:
         return None

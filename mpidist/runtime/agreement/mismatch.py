@@ -1,9 +1,8 @@
 """Compare the statuses of ranks: are all of them in the same operation? This module uses no MPI.
 
 Every operation on a communicator has a number and a `Signature` (its kind, dtype, shape and so on).
-A rank that waits for more than a moment sends its `Status`, packed into 512 bytes (`STATUS_BYTES`),
-to other ranks. A rank that sees two different signatures with the same operation number composes
-the error text and sends it to all ranks (`statuses.py`).
+A rank that waits sends its `Status`, packed into 512 bytes (`STATUS_BYTES`), to other ranks. A rank
+that sees two different signatures with the same operation number composes the error text.
 """
 
 from __future__ import annotations
@@ -89,11 +88,8 @@ class Status(NamedTuple):
 def encode_signature(signature: Signature) -> str:
     """Encode a signature (the description of an operation) as the text of a `Status`.
 
-    Different signatures have different texts.
-
-    A long signature, such as one with the element counts of a hundred ranks, is cut, and a digest
-    of the whole signature is appended. If `Status.pack` cut the text instead, two different
-    signatures could have the same text.
+    Different signatures have different texts. If a text is too long, it is cut, and a digest of the
+    whole signature is appended.
     """
     text = "\x1e".join(signature)
     data = text.encode()
@@ -124,10 +120,9 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 
 def conflict(statuses: Iterable[Status]) -> str | None:
-    """Return an error text if `statuses` show different operations with the same number, else None.
+    """Return an error text if `statuses` show different operations with the same number.
 
-    The text groups the ranks by operation. The smallest group comes first, because this group is
-    most often the wrong one.
+    Otherwise return None.
     """
     statuses = list(statuses)
     here = [s for s in statuses if s.state == WAITING]

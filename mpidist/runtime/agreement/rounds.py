@@ -1,9 +1,4 @@
-"""The communication steps of `run_on_all`: agree, gather on rank 0, and send answers from rank 0.
-
-The class `Polled` communicates by nonblocking collectives on the communicator of the ranks. While a
-rank waits in a collective of `Polled`, it notices ranks that are in another operation. The class
-`Private` communicates by a function that the caller passes.
-"""
+"""The communication steps of `run_on_all`: agree, gather on rank 0, and send its answers."""
 
 from __future__ import annotations
 
@@ -84,10 +79,8 @@ class Polled:
     ) -> bytes | None:
         """Gather messages of `frame` bytes on rank 0, and return rank 0's answer on all ranks.
 
-        All ranks are known to be in the same call of `run_on_all`, so they skip the check that
-        `begin` makes. Each message has `packed`, the pickled result of a rank. ``answer(packed of
-        all ranks)`` returns rank 0's answer. Returns None if `packed` of any rank is longer than
-        `frame` bytes.
+        Each message has `packed`, the pickled result of a rank. ``answer(packed of all ranks)``
+        returns rank 0's answer. Returns None if `packed` of any rank is longer than `frame` bytes.
         """
         try:
             key = self._begun(doing, cause).key.to_bytes(8, "little")
@@ -126,9 +119,7 @@ class Polled:
     def hand_out(self, answers: list[bytes], each: bool, room: int = ROOM) -> bytes:
         """Send every rank its answer from rank 0; return the answer for this rank.
 
-        If `each` is true, `answers` has one answer for each rank, otherwise one for all ranks. If
-        all ranks get the same answer, rank 0 broadcasts it in a first message of `room` bytes. A
-        second message has the bytes of the answer that do not fit into the first message.
+        If `each` is true, `answers` has one answer for each rank, otherwise one for all ranks.
         """
         if self.size == 1:
             return answers[0]
@@ -175,17 +166,12 @@ class Private:
         return contextlib.nullcontext()
 
     def end(self) -> None:
-        """Do nothing, because the caller's function `exchange` has no operation to end."""
+        """Do nothing: only `Polled` must record the end of the operation."""
 
     def begin(
         self, doing: str, packed: bytes, cause: BaseException | None, number: int = 0
     ) -> tuple[bool, bool, int]:
-        """Send all ranks' results to all ranks, by the caller's function `exchange`.
-
-        `doing` is the name of the work for error texts. `cause` is the exception with which this
-        rank has failed, or None. Returns whether a rank failed, whether `packed` (this rank's
-        pickled result) differs between ranks, and the largest `number` of all ranks.
-        """
+        """Send all ranks' results to all ranks; see `Polled.begin` for parameters and result."""
         try:
             told = self.exchange([cause is not None, _text(packed), number])
         except Exception as error:
@@ -197,7 +183,7 @@ class Private:
         return any(failed), len(set(texts)) > 1, max(numbers)
 
     def without_agreement(self, *_) -> None:
-        """Return None: with the caller's function `exchange`, all ranks must call `begin`."""
+        """Return None, which makes `run_on_all` call `begin`."""
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return the data of all ranks, which `begin` has already received."""

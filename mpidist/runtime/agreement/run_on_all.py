@@ -8,10 +8,8 @@
     rank 0       decide([...])
     every rank   <-- bcast, scatter --   the answer, or one error for all
 
-No code between two collective calls may raise an exception, because then the other ranks would wait
-for this rank in the next collective call. Therefore exceptions are also caught while results are
-pickled and error texts are composed. A waiting rank polls, and so notices if another rank is in
-another operation; both ranks then raise `MismatchError`.
+A waiting rank polls, and so notices if another rank is in another operation; both ranks then raise
+`MismatchError`.
 """
 
 from __future__ import annotations
@@ -58,42 +56,34 @@ def run_on_all(
 ):
     """Run `local` on all ranks; if one rank fails, all raise an error. Collective over `comm`.
 
-    Ranks exchange only small Python objects, never arrays. If no rank fails and the caller passes
-    no function `decide`, the cost is one small allreduce.
+    If no rank fails and the caller passes no function `decide`, the cost is one small allreduce.
 
     Parameters
     ----------
     doing : str
-        The name of this work for error texts. The name must be equal on all ranks.
+        The name of this work for error texts, equal on all ranks.
     local : callable
-        The work of this rank. `local` must not call a collective on `comm` unless all ranks call
-        it.
+        The work of this rank, which may call a collective on `comm` only if all ranks call it.
     decide : callable, optional
         A function that rank 0 calls with the results of `local` of all ranks, in rank order.
     each : bool
         Whether `decide` returns a list with one answer for each rank, instead of one for all.
     exchange : callable, optional
         A function that sends one object of this rank to all ranks and returns the objects of all
-        ranks. If `exchange` is given, `run_on_all` uses only ``comm.rank`` and ``comm.size``, and
-        sends nothing on `comm` itself.
+        ranks. `run_on_all` then itself sends nothing on `comm`.
     fault : callable, optional
-        A function that takes an exception of `local` or `decide`, and returns the class of the
-        error that all ranks raise instead. `fault` is not called for errors of mpidist. By default
-        the failing rank raises its own exception.
+        A function that takes an exception of `local` or `decide` that is no error of mpidist, and
+        returns the class of the error that all ranks raise instead.
     if_differs : bool
-        Call `decide` only if the results differ between ranks. The comparison needs no additional
-        message.
+        Call `decide` only if the results differ between ranks.
     number : callable, optional
-        A function that rank 0 calls after `local`. `number` returns an integer >= 0, which all
-        ranks receive without an additional message.
+        A function that rank 0 calls after `local`, and that returns an integer >= 0 for all ranks.
     agreed : int, optional
-        A number of bytes. The caller may pass `agreed` only if all ranks are known to make this
-        call, because they have already agreed on the same public call. If `agreed` is given, the
-        ranks skip the agreement, and each rank sends its result in a message of `agreed` bytes. If
-        a result is longer, the ranks begin again with the agreement. All ranks pass the same
-        `agreed`.
+        A number of bytes, equal on all ranks, which may be given only if all ranks are known to
+        make this call. The ranks then leave out the agreement, and each rank sends its result in a
+        message of `agreed` bytes.
     room : int
-        The number of bytes in the first message of an answer. All ranks pass the same `room`.
+        The number of bytes in the first message of an answer, equal on all ranks.
 
     Returns
     -------
@@ -104,10 +94,10 @@ def run_on_all(
     Raises
     ------
     MpidistError
-        On all ranks, if `local` failed on some rank or if `decide` failed. If the exception is an
-        error of mpidist, all ranks raise an error of its class. The text of the error names the
-        rank that failed, its host and the cause. The failing rank raises any other exception, such
-        as KeyboardInterrupt, unchanged.
+        On all ranks, if `local` failed on some rank or if `decide` failed. The text names the rank
+        that failed, its host and the cause. If the exception is an error of mpidist, all ranks
+        raise an error of its class; otherwise the failing rank raises its own exception, unless
+        `fault` returns another class.
     MismatchError
         On all ranks, if a rank is in another operation.
     """
@@ -171,12 +161,11 @@ def same_on_all(
 ):
     """Check that the arguments in the dict that `local` returns are equal on all ranks.
 
-    Collective over `comm`. If all arguments are equal, the cost is one small allreduce. Returns the
-    arguments of this rank. Arguments are compared by their ``repr``, so they should be numbers and
-    texts, not arrays. Raises the same errors as `run_on_all`. Raises MismatchError on all ranks if
-    an argument differs; the error text has the argument's name, its values and the ranks. If the
-    function `number` is given, rank 0 calls it, and `same_on_all` returns a pair: the arguments,
-    and the integer that `number` returned on rank 0.
+    Collective over `comm`. Returns the arguments of this rank. They are compared by their ``repr``,
+    so they should be numbers and texts, not arrays. Raises MismatchError on all ranks if an
+    argument differs, and the errors of `run_on_all`. If the function `number` is given, rank 0
+    calls it, and `same_on_all` returns a pair: the arguments, and the integer that `number`
+    returned on rank 0.
     """
     mine: dict[str, Any] = {}
 
@@ -203,10 +192,7 @@ def _exact(name: str, value) -> str:
 
 
 def difference(everyone: Sequence[Mapping[str, str]]) -> str | None:
-    """Return a text on the first name whose value differs between ranks; None if all agree.
-
-    `everyone` has a dict of each rank, with the names of arguments and the texts of their values.
-    """
+    """Return a text on the first name whose value differs between ranks; None if all agree."""
     for name in {key: None for one in everyone for key in one}:
         groups: dict[str | None, list[int]] = {}
         for rank, one in enumerate(everyone):
@@ -277,10 +263,7 @@ def _joined(doing: str, failures: list[Failure | None]) -> Failure | None:
 
 
 def _of_rank_0(doing: str, error: BaseException, fault, size: int) -> Failure:
-    """Return the `Failure` that all ranks raise if the function `decide` raised `error` on rank 0.
-
-    The text names rank 0 and its host, unless `error` is an error of mpidist.
-    """
+    """Return the `Failure` that all ranks raise if `decide` raised `error` on rank 0."""
     failure = failure_of(error, fault)
     if isinstance(error, MpidistError):
         return failure._replace(secondary=False)

@@ -1,23 +1,15 @@
 """Status messages: while a rank waits, it tells other ranks which operation it is in.
 
-After a moment of waiting, a rank sends its neighbours the number and the signature (description) of
-its operation, its host, and the line of the user's program. The neighbours of rank r are the ranks
-r + 1, r - 1, r + 2, r - 2, r + 4, r - 4, ... modulo the number of ranks. Each of p ranks thus sends
-about 2 log2 p messages. If each rank that receives a message sends the message to its own
-neighbours once, the message reaches all ranks that poll, even if some other ranks do not poll.
-Ranks in different operations raise an error in these steps:
+After a moment of waiting, a rank sends its neighbours the number and the description of its
+operation, its host, and the line of the user's program. The neighbours of a rank are the ranks at
+the distances 1, 2, 4, 8 and so on, before and after it. Ranks in different operations raise an
+error in these steps:
 
     two neighbours are in different operations  the rank that notices asks all ranks (ROLL_CALL)
     all have answered, or a moment is over      that rank sends one error text to all (VERDICT)
     each rank that waits or begins to wait      raises MismatchError with that text
 
-If ranks are in two operations, at least one rank has a neighbour in the other operation, so at
-least one rank sees the conflict. A rank that is only late is never reported as wrong, because its
-status agrees with the statuses of the other ranks as soon as it begins the operation. Once a
-second, a waiting rank also sends its status to log2 p ranks (of p in all) that are not its
-neighbours, because one of these ranks may have closed its state for the communicator (`md.free`).
-No function of this module blocks. Statuses are sent on a private duplicate of the communicator
-(`Context.control`).
+A rank that is only late is never reported as wrong.
 """
 
 from __future__ import annotations
@@ -61,7 +53,6 @@ class Statuses:
     """The status messages that this rank has sent and received on one communicator.
 
     A status says in which operation a rank is, and which line of the program has called it.
-
     `awaited` is the number of the operation for which this rank waits; None means the newest
     operation.
     """
@@ -94,10 +85,7 @@ class Statuses:
         return self.context.sequence if self.awaited is None else self.awaited
 
     def look_around(self, waited: float) -> None:
-        """Exchange statuses with other ranks without blocking; MismatchError if they conflict.
-
-        `waited` says for how many seconds this rank has waited.
-        """
+        """Exchange statuses with other ranks without blocking; MismatchError if they conflict."""
         if self.context.failed:  # another thread or a nested wait has received the error text
             raise self.context.failed_as(self.context.failed)
         current = self.current
@@ -123,7 +111,7 @@ class Statuses:
         return [s for s in waiting if (s.rank, s.sequence) not in self._reached]
 
     def say_elsewhere(self, status: Status, words: str) -> None:
-        """Send `words`, which say in which operation this rank waits, to the sender of `status`.
+        """Send `words`, which say where this rank waits, to the sender of `status`.
 
         Sends nothing if `words` is empty.
         """
@@ -133,7 +121,7 @@ class Statuses:
             self._tell(said._replace(signature=words), [status.rank])
 
     def disagree(self, sequence: int | None = None) -> None:
-        """Raise MismatchError, as received data show that ranks are in different operations.
+        """Raise MismatchError, because received data show that ranks are in different operations.
 
         `sequence` is the number of the operation of this rank; the default is its newest operation.
         """
@@ -168,11 +156,7 @@ class Statuses:
     # -- verdicts ------------------------------------------------------------------------
 
     def fail(self, text: str, state: int = mismatch.VERDICT) -> None:
-        """Mark the communicator as failed, send `text` to all ranks, and raise MismatchError.
-
-        The state ``BROKEN`` tells the receivers that another rank has raised an exception, and that
-        this other rank knows the cause.
-        """
+        """Mark the communicator as failed, send `text` to all ranks, and raise MismatchError."""
         ulfm.expect_death()  # perhaps the ranks differ because a rank has died
         self.found, self.crossed = True, state == mismatch.CROSSED
         self.sentence(text, state)
@@ -181,11 +165,7 @@ class Statuses:
         raise error
 
     def _disagreeing(self, group: list[Status], otherwise: str) -> None:
-        """Raise MismatchError with a text that names the ranks of a conflict.
-
-        `group` has the statuses of these ranks. If the statuses show no conflict, the text is
-        `otherwise`.
-        """
+        """Raise MismatchError with a text on the statuses in `group`, else the text `otherwise`."""
         secondary = any(s.state == WAITING and raised(s.signature) for s in group)
         text = conflict(group) or otherwise
         self.fail(text, mismatch.BROKEN if secondary else mismatch.VERDICT)
@@ -328,20 +308,14 @@ class Statuses:
     # -- leaving ---------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Tell the neighbours that this rank leaves, and after how many operations.
-
-        A rank leaves a communicator when it closes mpidist's state for it (`md.free`).
-        """
+        """Tell the neighbours after how many operations this rank leaves the communicator."""
         self._tell(self._left(), self.neighbours)
 
     def answer(self) -> None:
         """Tell the ranks that wait for this rank that this rank has left the communicator.
 
-        A rank leaves a communicator when it closes mpidist's state for it (`md.free`).
-
         Raises MismatchError if another rank has left the communicator after a different number of
-        operations. Perhaps no rank has noticed the difference before: if only some ranks call an
-        operation such as a broadcast, it is possible that no rank has to wait in the operation.
+        operations.
         """
         self.listen()
         mine = self.context.sequence
@@ -358,10 +332,7 @@ class Statuses:
                 self._tell(self._left(), [other.rank])
 
     def take_the_rest(self) -> None:
-        """Receive all status messages that other ranks have sent to this rank so far.
-
-        The method also frees the buffers of this rank's completed sends.
-        """
+        """Receive all status messages that other ranks have sent to this rank so far."""
         self.closing = True
         self.listen()
         self._outbox = [pair for pair in self._outbox if not pair[0].Test()]

@@ -4,13 +4,9 @@
              (train.py:31); is a host or the network down?
     mpidist: rank 1 of 4 on n2 gets answers from n3 again after 32 s, and goes on
 
-A rank that waits for a long time cannot know the reason: the other rank may still compute, or the
-network may be down. But the kernel can tell the two cases apart: if the network is down, the kernel
-keeps sending data that the other host does not acknowledge. A host acknowledges data even if its
-processes are busy or stopped. So a thread of each rank asks the kernel once a second about the
-connections of the process. The thread calls no function of MPI, so it works even while its rank is
-in a blocking MPI call. The thread uses at most 0.2 % of a core. The watch costs the main thread
-time only in long waits.
+A host acknowledges data even if its processes are busy or stopped. So a thread of each rank asks
+the kernel once a second about the connections of the process. The thread uses at most 0.2 % of a
+core.
 """
 
 from __future__ import annotations
@@ -52,10 +48,7 @@ def watch_network(name: str) -> None:
 
 
 class NetworkWatch:
-    """Notices, in a thread of this process, other hosts that give no answer.
-
-    Only this thread calls `look`.
-    """
+    """Notices, in a thread of this process, other hosts that give no answer."""
 
     def __init__(self, name: str, connections: Connections):
         self.name, self.connections = name, connections
@@ -79,11 +72,7 @@ class NetworkWatch:
             pause = max(_SOON if self._away else _LOOK, spent / _SHARE)
 
     def look(self, now: float) -> None:
-        """Look for connections that get no answer, and tell the user if this rank waits for them.
-
-        A connection without an answer is not reported if this rank does not wait, because the
-        user's program may have connections of its own.
-        """
+        """Look for connections that get no answer, and tell the user if this rank waits."""
         waits = self._waits(now)
         stalled = self.connections.look(waits)
         for one in stalled:
@@ -110,10 +99,7 @@ class NetworkWatch:
             self._since, self._told, self._lost = None, None, False
 
     def _waits(self, now: float) -> bool:
-        """Return whether the rank waits.
-
-        A rank waits if it polls for MPI, or if its main thread is at one instruction for a second.
-        """
+        """Return whether the rank waits: it polls for MPI, or its main thread stands still."""
         frame = _main_frame()
         place = id(frame), frame and frame.f_lasti
         if place != self._place:
@@ -133,8 +119,7 @@ class NetworkWatch:
 class _Telling:
     """The reports of one process about one period in which some hosts did not answer.
 
-    Only one rank of each node prints these reports. Ranks are on one node if the same daemon has
-    started them.
+    Only one rank of each node prints these reports.
     """
 
     def __init__(self, name: str, hosts: list[str], route: bool):

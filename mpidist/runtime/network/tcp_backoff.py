@@ -4,15 +4,9 @@
     network is up   TCP sends only at the next of these times, perhaps after a long pause
     with this       TCP sends again after 0.2 0.4 0.8 1.6 1 1 1 1 ... s
 
-On a connection that only receives, TCP sends nothing, so TCP does not notice that the network is
-down. While a rank waits, this module therefore makes TCP send a few questions to the other side
-(keepalive).
-
-This module changes the settings of connections to other hosts only, and only while they get no
-answer or are idle in a long wait. Some of these connections may belong to the user's program, and
-not to MPI. The change does not harm these connections either: TCP sends a few more packets, gives
-up a connection after the same time as without the change, and gets its old settings back
-afterwards.
+On a connection that only receives, TCP sends nothing and does not notice that the network is down.
+While a rank waits, this module therefore makes TCP ask the other side (keepalive). It changes only
+connections to other hosts, and restores their settings afterwards.
 """
 
 from __future__ import annotations
@@ -87,19 +81,13 @@ def is_other_host(mine: str, theirs: str) -> bool:
 
 
 def patience(retries: int, longest: int) -> int:
-    """Return after how many milliseconds and `retries` tries Linux gives up a connection.
-
-    The pauses begin with 200 ms and double up to `longest` milliseconds.
-    """
+    """Return after how many milliseconds and `retries` tries Linux gives up a connection."""
     doublings = min(max(longest // _RTO_MIN, 1).bit_length() - 1, retries)
     return ((2 << doublings) - 1) * _RTO_MIN + (retries - doublings) * longest
 
 
 class Connections:
-    """The TCP connections of this process to other hosts; it changes the settings of some.
-
-    The object keeps the old settings of the connections that it has changed, and restores them.
-    """
+    """The TCP connections of this process to other hosts; it changes the settings of some."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[int, Values]] = {}  # inode -> file, old settings
@@ -169,14 +157,7 @@ class Connections:
 
 
 def _short(state: int, old: Values, round_trip: int) -> Values:
-    """Return the settings with which TCP sends again every second; {} before Linux 6.15.
-
-    By default Linux gives up after a number of tries. With short pauses, Linux would give up after
-    14 s instead of 15 minutes. So the time after which Linux gives up (TCP_USER_TIMEOUT) is set as
-    well. With TCP_USER_TIMEOUT, Linux would also end a connection whose other side is only busy and
-    reads nothing. The limit is therefore set only while there is no answer. TCP tries to establish
-    a new connection for 127 s, as Linux does by default.
-    """
+    """Return the settings with which TCP sends again every second; {} before Linux 6.15."""
     # TCP must not send again before an answer can have arrived; an answer of a distant host may
     # take seconds.
     pause = max(PAUSE, 4 * round_trip)
@@ -189,12 +170,7 @@ def _short(state: int, old: Values, round_trip: int) -> Values:
 
 
 def _asking(probes: int) -> Values:
-    """Return settings with which TCP asks an idle other side, but never gives up because of it.
-
-    TCP asks every second at first, and then less and less often as long as there is no answer.
-    After more than 15 questions without an answer, Linux would give up the connection as soon as a
-    message cannot leave the host.
-    """
+    """Return settings with which TCP asks an idle other side, but never gives up because of it."""
     pause = 1 << min(max(probes - 3, 0), 14)  # Linux allows at most 32,767 s
     return {_COUNT: 127, _PAUSE: pause, _FIRST: 1, _ASK: 1}
 
@@ -245,11 +221,7 @@ def _addresses(connection: socket.socket, inode: int) -> tuple[str, str]:
 
 
 class _TcpState(NamedTuple):
-    """The state of a connection: how often TCP has tried, sent again, and asked without answer.
-
-    `backoff` is the number of times that TCP has doubled its pause; it may be above 0 even after an
-    answer.
-    """
+    """The state of a connection: how often TCP has tried, sent again, and asked without answer."""
 
     state: int
     tries: int

@@ -4,11 +4,9 @@
     | slot of local rank 0: w b w2 b2 | slot of local rank 1: w b w2 b2 |
 
 Each rank of the node has a slot (a part of the shared segment) for its own tensors. Collectives add
-the tensors of all ranks of a node in place (schedules/node.py), so inside a node no messages are
-sent. The segment is a file in /dev/shm. `posix_fallocate` allocates the memory of the file, so a
-full /dev/shm raises an error at once and does not kill the process by SIGBUS later. All ranks of
-the node map the file into their memory. The file never has a name (O_TMPFILE), so a rank that is
-killed leaves no file behind, and each rank can free the memory without the other ranks.
+the tensors of all ranks of a node in place, so inside a node no messages are sent. The segment is
+an unnamed file in /dev/shm, so a rank that is killed leaves no file behind. A full /dev/shm raises
+an error when the segment is made.
 """
 
 from __future__ import annotations
@@ -48,16 +46,15 @@ Wait = Callable[[Callable[[], bool]], None]
 class Segment:
     """`nbytes` zeroed bytes for each rank of `comm`, in memory that all ranks of `comm` share.
 
-    Collective over `comm`. All ranks of `comm` must be on one node, and must have agreed beforehand
-    that all of them make a `Segment`. Raises ConfigError on all ranks if the memory cannot be
-    allocated.
+    Collective over `comm`, whose ranks must be on one node. Raises ConfigError on all ranks if the
+    memory cannot be allocated.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
     nbytes : int, or sequence of int
-        One number of bytes for every rank, or a sequence with a number for each rank. Equal on all
-        ranks.
+        One number of bytes for every rank, or a sequence with a number for each rank; the same
+        value on all ranks.
     wait : callable
         A function that waits until a test returns true, such as ``context.wait``.
 
@@ -91,11 +88,10 @@ class Segment:
 
 
 def _open_together(comm, nbytes: int, wait: Wait, files: ExitStack) -> tuple[int | None, str]:
-    """Return a descriptor of a new unnamed file of `nbytes` bytes that all ranks have open.
-    Collective.
+    """Return a new unnamed file of `nbytes` bytes that all ranks have open, and "". Collective.
 
-    If the file cannot be made or opened, the first result is None, and the second result is the
-    cause. The caller closes the file by closing the ExitStack `files`.
+    If the file cannot be made or opened, returns None and the cause. Closing the ExitStack `files`
+    closes the file.
     """
     # The file has no name, so the other ranks open it by its path in /proc. If a rank sees other
     # processes or no processes in /proc, the file gets a name until all ranks have opened it.
@@ -109,8 +105,7 @@ def _open_together(comm, nbytes: int, wait: Wait, files: ExitStack) -> tuple[int
 def _open_once(comm, nbytes: int, wait: Wait, files: ExitStack, named: bool):
     """Make the file of `_open_together`, without a name or, if `named` is true, with a name.
 
-    Returns the descriptor or None, this rank's problem, and whether all ranks have succeeded. A
-    name is removed when all ranks have opened the file.
+    Returns the descriptor or None, this rank's problem, and whether all ranks have succeeded.
     """
     file, problem, flags = None, "", os.O_RDWR | os.O_CLOEXEC
     name = _FOLDER / f"mpidist-{os.getpid()}-{secrets.token_hex(8)}"
@@ -154,10 +149,7 @@ def _identity(path: Path) -> str:
 
 
 def first_problem(comm, problem: str, wait: Wait) -> str:
-    """Return, on all ranks, the error text of the first rank that has one, or "". Collective.
-
-    `problem` is the error text of this rank, or "".
-    """
+    """Return, on all ranks, the error text of the first rank that has one, or "". Collective."""
     who = np.array([comm.rank if problem else comm.size], np.int64)
     wait(comm.Iallreduce(MPI.IN_PLACE, who, MPI.MIN).Test)
     if who[0] == comm.size:
@@ -170,23 +162,21 @@ def first_problem(comm, problem: str, wait: Wait) -> str:
 class Arena(Mapping):
     """Named tensors; all tensors of one dtype are views of the same one-dimensional array.
 
-    Collective over `comm`. `md.allreduce(comm, arena)` reduces all tensors without a copy inside a
-    node. After the allreduce, the tensors of every rank hold the result and may be written again.
+    Collective over `comm`. ``md.allreduce(comm, arena)`` reduces all tensors in place.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
     spec : mapping of name -> (shape, dtype)
-        Equal on all ranks. The tensors of one dtype are next to each other in memory, in the order
-        of the mapping. A dtype may also be "bfloat16" or a dtype of PyTorch.
+        Equal on all ranks. A dtype may also be "bfloat16" or a dtype of PyTorch.
     ranks_per_node : int, optional
         The number of consecutive ranks that are treated as a node, instead of the real nodes.
 
     Attributes
     ----------
     flat : numpy.ndarray
-        The vector with all tensors of this rank. Raises ConfigError if the tensors have several
-        dtypes.
+        The vector with all tensors of this rank, in the order of `spec`. Raises ConfigError if the
+        tensors have several dtypes.
     vectors : list of numpy.ndarray
         The vectors of this rank, one per dtype, in the order in which the dtypes first appear.
     slots : list of list of numpy.ndarray
@@ -195,11 +185,11 @@ class Arena(Mapping):
         For each rank of this node, a page of memory with the int64 counters of nonblocking
         collectives.
     label : str
-        The number of the arena on the communicator and a hash of its spec. The label is part of the
-        description of each operation on the arena, which the ranks compare.
+        A name of the arena on the communicator. The ranks compare it in each operation on the
+        arena.
     reason : str or None
-        The reason why each rank has private memory, or None if the ranks of a node share the
-        memory. If the memory is private, ``slots`` has only the vectors of this rank.
+        Why the ranks of a node could not share memory, or None if they do. If they do not,
+        ``slots`` has only the vectors of this rank.
 
     Raises
     ------
@@ -290,10 +280,9 @@ class Arena(Mapping):
         return len(self._views)
 
     def take_lines(self, count: int) -> int | None:
-        """Reserve `count` cache lines for int64 counters in the counter page of each rank.
+        """Reserve `count` cache lines for int64 counters in the page `lines` of each rank.
 
-        Returns the index, counted in int64, at which the reserved cache lines begin in each counter
-        page, or None if too few cache lines are free.
+        Returns the index, counted in int64, of the first of them, or None if too few are free.
         """
         first = self._free_line
         if (first + count) * 8 * _LINE > _HEAD:
@@ -307,12 +296,9 @@ class Arena(Mapping):
             raise ClosedError("this arena was closed")
 
     def close(self) -> None:
-        """Free the memory when the program has no view of it any more.
+        """Free the memory when the program has no view of it any more; a second call does nothing.
 
-        A second call does nothing.
-
-        `close` sends no message, but all ranks must close the arena between the same two
-        operations.
+        All ranks must close the arena between the same two operations.
         """
         if not self._closed:
             self._closed = True

@@ -1,12 +1,10 @@
 """Cross-memory attach: the kernel copies between the private memory of the ranks of a node.
 
 With the system call process_vm_readv(2), Linux copies data once between two processes of one user,
-without shared memory and without a message. Containers, other users and hardened kernels may forbid
-this system call, and a process number may mean another process in another container. The system
-call may thus fail or reach a wrong process, so all ranks test it with random numbers before they
-use it. An elastic group of ranks goes on after a rank has died, and the kernel may give the process
-number of the dead rank to another process. In an elastic group, a rank therefore writes only after
-the kernel has confirmed that no process of the group has ended.
+without shared memory and without a message. Containers and hardened kernels may forbid this call,
+or a process number may mean another process, so all ranks test it with random numbers before they
+use it. In an elastic group (ranks that go on after a rank has died), a rank writes only after the
+kernel has confirmed that no process of the group has ended.
 """
 
 from __future__ import annotations
@@ -51,10 +49,9 @@ class _End:
 class CrossMemory:
     """Copies to and from the address spaces of all ranks of `comm`.
 
-    Collective over `comm`, whose ranks must be on one node. The ranks wait by the function `wait`.
-    Raises ConfigError on all ranks if the kernel forbids the copies. The security module Yama
-    (ptrace_scope 1) allows such copies only if the process that owns the memory permits them.
-    Therefore each rank permits other processes of its user to copy its memory, as MPI libraries do.
+    Collective over `comm`, whose ranks must be on one node. Raises ConfigError on all ranks if the
+    kernel forbids the copies. Each rank permits all processes of its user to copy its memory, as
+    MPI libraries do.
     """
 
     def __init__(self, comm: MPI.Comm, wait: Wait):
@@ -73,10 +70,7 @@ class CrossMemory:
         self._prove(comm, wait, problem)
 
     def holds(self, address: int, nbytes: int) -> bool:
-        """Return whether the kernel can copy `nbytes` bytes at `address` in this rank's memory.
-
-        The kernel may refuse memory that a driver has mapped, such as memory pinned for a GPU.
-        """
+        """Return whether the kernel can copy `nbytes` bytes at `address` in this rank's memory."""
         byte = np.empty(1, np.uint8)
         with contextlib.suppress(MpidistError):
             for end in (address, address + nbytes - 1):
@@ -87,15 +81,14 @@ class CrossMemory:
     def read(self, rank: int, address: int, target: int, nbytes: int) -> None:
         """Copy `nbytes` from `address` of local rank `rank` to `target` of this rank.
 
-        Raises MpidistError if the kernel copies fewer bytes, because the other process has ended or
-        because its memory is not ordinary memory.
+        Raises MpidistError if the kernel copies fewer bytes.
         """
         self._copy(self._read, rank, address, target, nbytes)
 
     def write(self, rank: int, address: int, source: int, nbytes: int) -> None:
         """Copy `nbytes` from `source` of this rank to `address` of local rank `rank`.
 
-        Raises MpidistError if the kernel copies fewer bytes, as `read` does.
+        Raises MpidistError if the kernel copies fewer bytes.
         """
         if self._ends and self._poll.poll(0):
             raise MpidistError("cross memory: a process of this node has ended")
@@ -117,7 +110,7 @@ class CrossMemory:
     def without(self, living: list[int]) -> CrossMemory:
         """Return an object for the local ranks `living` only, after other ranks have died.
 
-        The copies are not tested again. Afterwards, only the returned object may be used.
+        Afterwards, only the returned object may be used.
         """
         new = copy.copy(self)
         new.pids, new._rank = [self.pids[k] for k in living], living.index(self._rank)
@@ -130,10 +123,7 @@ class CrossMemory:
             self._poll.register(end.file, select.POLLIN)
 
     def _watch_ends(self) -> str:
-        """In an elastic group, watch all local ranks' processes; return an error text or "".
-
-        The ranks of an elastic group go on after a rank has died.
-        """
+        """If the job goes on after deaths, watch all local processes; return an error text."""
         try:
             self._watch([_End(pid) for pid in self.pids] if ulfm.current is not None else [])
         except OSError as error:  # a kernel before Linux 5.3, or a process has ended

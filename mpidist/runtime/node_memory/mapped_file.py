@@ -1,9 +1,7 @@
 """Map a file into memory without keeping it open.
 
-Before Python 3.13, `mmap.mmap` keeps a descriptor of the file as long as the memory is used.
-mpidist maps a file for each `Arena` (tensors in shared memory) and for each model on parameter
-servers, for example. A program with many of them would run out of descriptors, of which most
-systems allow 1,024 for each process.
+Before Python 3.13, `mmap.mmap` keeps a descriptor of the file as long as the memory is used, and
+most systems allow only 1,024 descriptors for each process.
 """
 
 from __future__ import annotations
