@@ -1,8 +1,4 @@
-"""Check the arguments that a caller gives to a checkpoint store.
-
-Each function returns the checked argument as a plain Python value, or raises a ConfigError that
-names the argument. No function here reads files.
-"""
+"""Check the arguments of a checkpoint store; an error names the argument that is wrong."""
 
 from __future__ import annotations
 
@@ -24,10 +20,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/", re.ASCII)
 
 
 def checked_path(name: str, given) -> str:
-    """Return the argument `given` as a string; raise ConfigError if it is not a path.
-
-    A URL is refused, since `Path` would treat it as a relative path.
-    """
+    """Return the argument `given` as a string; raise ConfigError if it is a URL or no path."""
     try:
         path = os.fsdecode(given)
     except TypeError:
@@ -49,10 +42,7 @@ def checked_number(
 ) -> int | None:
     """Return `value` as an int; raise ConfigError unless it is from `least` to `most`.
 
-    `value` may have any integer type, but not bool. `name` is the argument's name, and `expected`
-    says which values are allowed; both are for the error text.
-
-    If `optional` is true, `value` may also be None, and the result is then None.
+    None is allowed if `optional` is true.
     """
     if value is None and optional:
         return None
@@ -65,17 +55,14 @@ def checked_number(
 def checked_step(step, needed: bool = False, name: str = "step") -> int | None:
     """Return a step number as an int; raise ConfigError if it is not valid.
 
-    If `needed` is false, `step` may also be None, and the result is then None.
+    None is allowed unless `needed` is true.
     """
     expected = f"an integer from 0 to {MAX_STEP}"
     return checked_number(name, step, 0, expected, MAX_STEP, optional=not needed)
 
 
 def which(step, history, needed: bool = False) -> dict:
-    """Check the arguments `step` and `history`, and return them in a dict with these two keys.
-
-    If `needed` is true, `step` must not be None.
-    """
+    """Check the arguments `step` and `history`, and return them in a dict with these two keys."""
     return {"step": checked_step(step, needed), "history": checked_step(history, name="history")}
 
 

@@ -1,10 +1,8 @@
 """Do work on each rank of a store, and raise an error of one rank on all ranks.
 
-The functions `run_on_all` and `same_on_all` are the functions of `runtime.agreement`, with the
-argument `fault` already set. The function `fault` chooses the class of the exception that all ranks
-raise. If one rank has an error of the file system or lacks memory, all ranks raise a StorageError,
-which says that the same call may succeed later. Any other exception that is not an error of mpidist
-becomes a CheckpointError.
+If one rank has an error of the file system or lacks memory, all ranks raise StorageError: the same
+call may succeed later. Any other exception that is not an error of mpidist becomes a
+CheckpointError.
 """
 
 from __future__ import annotations
@@ -32,38 +30,27 @@ same_on_all = partial(rounds.same_on_all, fault=fault)
 
 
 def by_rank_0(comm, doing: str, work: Callable[[], Any]) -> Any:
-    """Call `work` on rank 0; return its result, or raise its error, on all ranks. Collective.
-
-    `doing` says in words what `work` does, for error texts.
-    """
+    """Call `work` on rank 0; return its result, or raise its error, on all ranks. Collective."""
     return run_on_all(comm, doing, lambda: None, lambda _: work())
 
 
 def call(comm, kind: str):
-    """Return a context manager that sends an exception of a public method to the other ranks.
-
-    `kind` is the name of the method, for error texts.
-    """
+    """Return a context manager that sends an exception of the method `kind` to the other ranks."""
     return context.of(comm).call(kind)
 
 
 def all_come(comm) -> None:
-    """Record that all ranks will make the next collective call, which need not check that they do.
-
-    If this rank nevertheless raises an exception before that call, the other ranks are told and
-    abort the call. If they did not abort it, this rank would receive the messages of the missed
-    call in its next operation.
-    """
+    """Record that all ranks make the next collective call, which need not check that they do."""
+    # If this rank raises before that call, the other ranks are told and abort it. Otherwise this
+    # rank would receive the messages of the missed call in its next operation.
     context.of(comm).under_way = True
 
 
 @contextmanager
 def operation(comm, kind: str) -> Iterator[tuple[context.Context, int]]:
-    """Yield the `Context`, in which mpidist keeps its state for `comm`, and an MPI tag.
+    """Yield the `Context` of `comm`, and an MPI tag for the messages of the block. Collective.
 
-    `kind` is the name of the operation, for error texts. The tag is for the messages of the
-    ``with`` block. Collective over `comm`. All ranks must enter the ``with`` block; this function
-    does not check that they do. An exception in the block on one rank ends the block on all ranks.
+    An exception in the ``with`` block on one rank ends it on all ranks.
     """
     own = context.of(comm)
     tag = own.tag(own.begin(Signature(kind, "", "")))

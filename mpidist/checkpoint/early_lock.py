@@ -1,9 +1,6 @@
 """Refuse a second job before it writes anything into the folder of a running job.
 
-`CheckpointStore` takes its lock at the first save. The command `mpidist train` also writes other
-files, so it looks at the lock before it writes the first file. The command does not take the lock
-at this time: on a file system that does not share locks between hosts, a second job could take the
-lock of a running job, which would then stop at its next save.
+`mpidist train` looks at the lock of the checkpoints before it writes its first file.
 """
 
 from __future__ import annotations
@@ -19,11 +16,10 @@ _PAUSE = 0.05
 
 
 def why_refused(comm, path: str) -> str:
-    """Return why this job must not save to the folder `path`, or "" if it may. Collective.
+    """Return why this job must not save to the folder `path`, or "" if it may. Collective."""
 
-    If no process holds the lock, or the folder cannot be read, the result is "".
-    """
-
+    # The lock is not taken here. On a file system that does not share locks between hosts, this job
+    # would take the lock of a running job, which would then stop at its next save.
     def look() -> str:
         end = time.monotonic() + PATIENCE_SECONDS
         while (who := holder(path)) and time.monotonic() < end:

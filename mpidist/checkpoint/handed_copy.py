@@ -1,11 +1,6 @@
-"""The copy of a state that an attempt of a job leaves in memory for the next attempt.
+"""The copy of a state that a job leaves in memory for its next start by `mpidist launch`.
 
-An attempt is one start of the job's program by `mpidist launch`.
-
-The copy is a checkpoint in a folder of /dev/shm, so any number of ranks of its host can restore
-from it. The copy is the newest state of the run until the next attempt has saved a step to its
-store. The copy is used only by attempts of the same `mpidist launch`. If `mpidist launch` is
-killed, the copy is not used, because no rank can know whether the next job continues the same run.
+The copy is a checkpoint in a folder of /dev/shm, so any number of ranks of its host can restore it.
 """
 
 from __future__ import annotations
@@ -21,19 +16,15 @@ from .control import by_rank_0, report_no_copy, run_on_all
 
 
 def folder_of(memory: Path, path: str) -> Path:
-    """Return the folder of the copy, inside the folder `memory` for copies of states in /dev/shm.
-
-    `path` is the shared folder of the run's store; it distinguishes the copies of several runs.
-    """
+    """Return the folder of the copy for the store at `path`, inside `memory` in /dev/shm."""
     name = hashlib.sha256(f"{launched_by()} {path}".encode()).hexdigest()
     return memory / f"handed-{name[:16]}"
 
 
 def save_copy(comm, memory: Path, path: str, step: int, state: Mapping) -> bool:
-    """Save `state` in memory for the next start of the job's program. Collective.
+    """Save `state` in memory for the next start of the job. Collective.
 
-    Returns whether the copy is made; if not, a printed line says why. `memory` is the folder in
-    /dev/shm for copies, and `path` is the shared folder of the run's store.
+    Returns whether the copy was made; if not, a printed line says why.
     """
 
     def prepare() -> tuple:
@@ -63,11 +54,8 @@ def save_copy(comm, memory: Path, path: str, step: int, state: Mapping) -> bool:
 def restore_newest(comm, memory: Path | None, store, like: dict, handed: str) -> tuple[dict, bool]:
     """Return the newest state, and whether it is from the copy in memory. Collective.
 
-    The state is read from `store` if the copy is missing, or (unless `handed` is `IN_MEMORY`) is
-    not newer than the newest step in `store`. `handed` says where the earlier start of the program
-    has left the state for this one: `IN_MEMORY` (in the memory of the host), `IN_STORE` (in the
-    checkpoint store), or "" if the earlier start has not said where. Raises NoCheckpoint if there
-    is no state.
+    `handed` says where the earlier start has left the state: `IN_MEMORY` (in the memory of the
+    host), `IN_STORE` (in the checkpoint store), or "" if unknown. Raises NoCheckpoint.
     """
     if memory is None or not hasattr(store, "let_go"):
         return store.restore(like)[1], False
@@ -87,11 +75,9 @@ def restore_newest(comm, memory: Path | None, store, like: dict, handed: str) ->
 
 
 def restore_copy(comm, memory: Path, path: str, like: Mapping, newer_than: int | None):
-    """Return (step, state) from the copy in memory, or None. Collective.
+    """Return (step, state) from the copy in memory, or None if it is too old. Collective.
 
-    `like` is a state of the same model: the arrays of `like` are filled in place, and returned.
-
-    The result is None if some host has no copy that is newer than the step `newer_than`.
+    The arrays of `like` are filled in place.
     """
     folder = folder_of(memory, path)
     there = run_on_all(comm, "hand-over: copy", lambda: any(folder.glob("step-*")), all)
@@ -111,5 +97,5 @@ def restore_copy(comm, memory: Path, path: str, like: Mapping, newer_than: int |
 
 
 def remove_copy(memory: Path, path: str) -> None:
-    """Remove the copy in memory; one or several ranks of the host call this function."""
+    """Remove the copy in memory; any ranks of the host may call this function."""
     shutil.rmtree(folder_of(memory, path), ignore_errors=True)

@@ -2,10 +2,9 @@
 
 Let a save take C seconds, and let a failure come every M seconds on average. If the job saves every
 T seconds, saves take the fraction C / T of the time. Each failure loses T / 2 seconds of work on
-average, so failures take the fraction T / (2 M) of the time. The sum of these two fractions is
-least at T = sqrt(2 C M): Young, "A first order approximation to the optimum checkpoint interval",
-CACM 17 (1974). A more exact formula by Daly (FGCS 22, 2006) gives a clearly different T only if C
-is a large part of M.
+average, so failures take the fraction T / (2 M). The sum is least at T = sqrt(2 C M): Young, "A
+first order approximation to the optimum checkpoint interval", CACM 17 (1974). Young, "A first order
+approximation to the optimum checkpoint interval", CACM 17 (1974).
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ def best_interval(save_seconds: float, failure_seconds: float, most: float = 0.0
     Parameters
     ----------
     save_seconds : float
-        The time that a save costs the job, as measured, for example with ``mpidist.events.spans``.
+        The time that a save costs the job.
     failure_seconds : float
-        Mean time between failures of the whole job: the mean time between failures of one node,
-        divided by the number of nodes.
+        Mean time between failures of the whole job: that of one node, divided by the number of
+        nodes.
     most : float
         The largest fraction of the run time that saves may take, from 0 to 1.
 
@@ -59,19 +58,11 @@ def seconds_of(text: str) -> float | None:
 
 
 class SaveInterval:
-    """Chooses which steps of a training loop to save. Only the method `saved` is collective.
+    """Chooses which steps of a training loop to save, the same on all ranks.
 
-    If `every` is a time or "auto", all ranks agree after each save on how many steps fit into the
-    interval. To compute the number of steps between two saves, the ranks use the mean time of a
-    step since the previous save, on the slowest rank. Because all ranks agree, they save at the
-    same step. If each rank decided by its own clock, the ranks could save at different steps.
-
-    Parameters
-    ----------
-    every : int or str
-        A number of steps, or a time such as "10m", or "auto": the interval at which saves and
-        failures together cost the least time. "auto" assumes one failure of the job a day on
-        average, and "auto 6h" one failure every six hours.
+    `every` is a number of steps, or a time such as "10m", or "auto": the interval at which saves
+    and failures together cost the least time. "auto" assumes one failure of the job a day, and
+    "auto 6h" one every six hours.
     """
 
     def __init__(self, every: int | str):
@@ -97,7 +88,7 @@ class SaveInterval:
         self._since = 0.0
 
     def begin(self, step: int) -> None:
-        """Begin to count steps and time at `step`, for the choice of the next step to save."""
+        """Begin to count steps and time at `step`."""
         self._at, self._since, self.next = step, time.monotonic(), step + FIRST
 
     def due(self, step: int) -> bool:
@@ -109,10 +100,7 @@ class SaveInterval:
         return step > self._at and step % self.steps == 0
 
     def saved(self, comm, step: int, save_seconds: float) -> None:
-        """Choose the next step to save, after a save of `step` that took `save_seconds`.
-
-        Collective.
-        """
+        """Choose the next step to save, after a save that took `save_seconds`. Collective."""
         if self.steps is not None or step <= self._at:
             return
         seconds = time.monotonic() - self._since - save_seconds

@@ -1,6 +1,6 @@
 """Read and verify a checkpoint without MPI: ``mpidist.load(path)``.
 
-A checkpoint can be read even if mpi4py is not installed, for example on a login node.
+This works even where mpi4py is not installed, for example on a login node.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ _PAUSES = 0.02, 1.0
 def load(path, step: int | None = None, *, history: int | None = None) -> dict:
     """Read a checkpoint and return its state: nested dicts of NumPy arrays and plain values.
 
+    The job that saves may still be running.
+
     Parameters
     ----------
     path : path-like
@@ -48,8 +50,7 @@ def load(path, step: int | None = None, *, history: int | None = None) -> dict:
         The step to read; None means the newest good step. Damaged steps are reported on stderr and
         skipped.
     history : int, optional
-        The number of a history (branch) of the store, for example of a branch that the run does not
-        continue; None means the newest history.
+        The number of a history (branch) of the store; None means the newest history.
 
     Raises
     ------
@@ -57,11 +58,6 @@ def load(path, step: int | None = None, *, history: int | None = None) -> dict:
         When no step can be read; the message names the steps that were tried.
     CheckpointError
         When `step` was given and is damaged.
-
-    Notes
-    -----
-    This function may be called while the job that saves is still running. If a running job removes
-    a step while this function reads it, the function reads the newest step that is left.
     """
     return load_step(path, step, history)[1]
 
@@ -74,11 +70,7 @@ def load_step(path, step: int | None = None, history: int | None = None) -> tupl
 
 
 def saved_extras(path) -> dict:
-    """Return the extras (all values except arrays) of the newest step as nested dicts.
-
-    The result is empty if there is no step, or if its manifest is damaged. Only the manifest is
-    read, so damage in the arrays is not noticed.
-    """
+    """Return the extras (all values except arrays) of the newest step, or an empty dict."""
     path = checked_path("path", path)
     with suppress(NoCheckpoint, Damaged):
         entry = histories.first(path)
@@ -102,9 +94,9 @@ def wait_for_step(path, after: int | None = None, *, timeout: float | None = Non
     path : path-like
         Folder of a `CheckpointStore`, which need not exist yet.
     after : int, optional
-        The step that the caller knows. The function returns as soon as the newest step is not
-        `after`. The newest step has a lower number than `after` if the run went back to an older
-        step. If `after` is None, the function returns the newest step as soon as there is one.
+        The step that the caller knows. The function returns as soon as the newest step is another
+        one, which may have a lower number if the run went back. If `after` is None, it returns as
+        soon as there is a step.
     timeout : float, optional
         Seconds to wait; None waits for ever.
 
@@ -142,9 +134,7 @@ def newest_good(
 ) -> tuple[Entry, T]:
     """Return the newest step folder that `read` finds undamaged, and the result of `read`.
 
-    `step` and `history` are those of `Search`. ``read(entry)`` reads a step folder, and raises
-    `Damaged` if the folder is damaged. Damaged steps are reported and skipped. If a running job has
-    removed a step meanwhile, the step does not count as damaged.
+    ``read(entry)`` must raise `Damaged` if the folder is damaged.
     """
     search = Search(path, step, history)
     while True:
@@ -156,17 +146,9 @@ def newest_good(
 
 
 class Search:
-    """The search for the newest good step, which begins with the newest step folder.
+    """The search for the newest good step of `path`, which begins with the newest step folder.
 
-    Parameters
-    ----------
-    path : str
-    step, history : int or None
-        The step and the history (branch) to search; None for any step, and the newest history.
-    first : callable, optional
-        A function that finds the newest step folder, to call instead of `histories.first`.
-    bad : set of Entry, optional
-        The search adds the damaged step folders to this set.
+    Damaged step folders are added to the set ``bad``.
     """
 
     def __init__(self, path: str, step: int | None, history=None, first=None, bad=None):
@@ -178,10 +160,7 @@ class Search:
         self._entry: Entry
 
     def next(self) -> Entry:
-        """Return the newest step folder that this search has not yet skipped.
-
-        Raises CheckpointError if no step folder is left.
-        """
+        """Return the newest step folder that is not skipped; CheckpointError if none is left."""
         entry = self._first(self._step, self._history, self._tried)
         if entry is None:
             raise _failure(self._path, self._step, list(self._tried.values()))
@@ -191,10 +170,7 @@ class Search:
     def pass_over(self, reason: str, said: bool = False) -> None:
         """Skip the step folder that `next` returned last, since it is damaged.
 
-        If a running job has removed the folder meanwhile, the folder does not count as damaged.
-
-        The damage, which the text `reason` describes, is reported on stderr and in the event log,
-        unless `said` is true. If `said` is true, the damage has already been reported.
+        The text `reason` is reported on stderr and in the event log, unless `said` is true.
         """
         path, entry = self._path, self._entry
         if histories.is_gone(path, entry):
@@ -209,10 +185,7 @@ class Search:
 
 
 def count_removed(path: str, removed: int) -> int:
-    """Return `removed` + 1, the number of steps that vanished while they were read.
-
-    Raises CheckpointError if `removed` is `_MOST_REMOVED`, the largest number allowed.
-    """
+    """Return `removed` + 1; raise CheckpointError if too many steps vanished while being read."""
     if removed == _MOST_REMOVED:
         raise CheckpointError(
             f"{removed} steps in {path} were removed while they were read; let the job that saves "
@@ -244,12 +217,9 @@ def _whole_state(path: str, entry: Entry) -> dict:
 
 
 def damages(path: str, entry: Entry, part: int = 0, parts: int = 1) -> tuple[list[str], int]:
-    """Check all bytes of a step folder.
+    """Check all bytes of a step folder; return texts about damage, and the number of bytes checked.
 
-    Returns texts that describe the damage, and the number of bytes that were checked.
-
-    If `parts` is larger than 1, the call checks only every `parts`-th shard file, beginning with
-    shard file number `part`.
+    Only every `parts`-th file is checked, beginning with file number `part`.
     """
     try:
         manifest = steps.read_manifest(path, entry)

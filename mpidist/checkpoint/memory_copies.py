@@ -5,12 +5,9 @@
     memory  x     x     x     x     x          all ranks are killed in step 123: the next attempt
                                                begins with step 120, and not with step 100
 
-An attempt is one start of the job's program by `mpidist launch`. A `TieredStore` makes the copies,
-in a folder of /dev/shm. `mpidist launch` chooses the name of this folder, and removes the folder at
-the end of the job. On each node, the copy has all replicated arrays (those that every rank holds
-whole), and of the sharded arrays (those of which each rank holds a part) only the parts of the
-ranks on this node. So if no rank has shards and a node is lost, the next attempt continues from the
-copies of the other nodes.
+A `TieredStore` makes the copies in a folder of /dev/shm. The copy of a node has all arrays that
+every rank holds whole. Of arrays that are divided among ranks, it has only the parts of its own
+ranks.
 """
 
 from __future__ import annotations
@@ -38,25 +35,7 @@ def open_with_copies(
 ) -> TieredStore:
     """Open the store of a run whose steps are also kept in `folder`, in memory. Collective.
 
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-    path : path-like
-        The shared folder of the run's store, on disk.
-    folder : Path
-        A folder in the memory of the node: `launch.environment.memory_folder`, which is None if
-        `mpidist launch` has not started this job.
-    keep : int or None
-        How many good steps the shared folder keeps; None keeps all.
-    fresh : bool or str
-        Whether to ignore the steps that the shared folder already holds; a text is a name of the
-        run, with which a later start continues it. See `CheckpointStore`.
-
-    Raises
-    ------
-    ConfigError
-        On all ranks, if `folder` is None, if it belongs to another user of the node, or if other
-        users may read it.
+    Raises ConfigError if `folder` is None or not private to this user.
     """
     run_on_all(comm, "copies in memory", lambda: make_private(folder))
     return _CopiesStore(comm, path, keep, local=folder, local_keep=COPIES - 1, fresh=fresh)
@@ -81,7 +60,7 @@ class _CopiesStore(TieredStore):
 def make_private(folder: Path | None) -> None:
     """Make a folder that no other user of the node can read or replace.
 
-    The first rank on a node also removes copies that dead jobs have left on this node.
+    The first rank on a node also removes copies that dead jobs have left there.
     """
     if folder is None:
         raise ConfigError(
@@ -100,13 +79,8 @@ def make_private(folder: Path | None) -> None:
 class MemoryCopies:
     """Keeps copies of the state of some steps of a loop, in the memory of the nodes.
 
-    Parameters
-    ----------
-    store : TieredStore
-        The store that makes the copies.
-    every : int or str
-        When to make a copy: a number of steps, a time such as "10m", or "auto 1h" (as often as is
-        best if the job fails once an hour).
+    `every` is a number of steps, a time such as "10m", or "auto 1h", which is the best interval for
+    one failure an hour.
     """
 
     def __init__(self, store: TieredStore, every: int | str):
@@ -118,10 +92,9 @@ class MemoryCopies:
         self._interval.begin(step)
 
     def keep(self, comm, step: int, state: Callable[[], Mapping]) -> None:
-        """Copy ``state()`` to the nodes' memory if a copy is due at `step`.
+        """Copy ``state()`` to the nodes' memory if a copy is due at `step`. Collective.
 
-        Collective over the store's `comm`. If the nodes have too little memory, this method prints
-        a message once, and no copies are made.
+        If the nodes have too little memory, a message is printed once, and no copies are made.
         """
         if self._fits is False or not self._interval.due(step):
             return
@@ -138,7 +111,7 @@ class MemoryCopies:
 def fits_in_memory(comm, folder: Path, state: Mapping, copies: int = COPIES) -> bool:
     """Return whether all nodes have memory for `copies` copies of `state`; if not, print why.
 
-    Collective over `comm`. `folder` is a folder in the memory of the node, or will be one.
+    Collective over `comm`.
     """
     node = topology_of(comm).node
 

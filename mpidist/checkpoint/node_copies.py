@@ -1,7 +1,6 @@
 """The copy of a checkpoint that a node keeps, and the identity of the run that made the copy.
 
-The copy of a checkpoint on a node (see `tiered`) is itself a checkpoint, of a state with these
-entries:
+The copy (see `tiered`) is itself a checkpoint, of a state with these entries:
 
     arrays     the arrays that the ranks of the node hold whole
     pieces     for each rank, the arrays of its shards
@@ -9,9 +8,8 @@ entries:
     mark       the save that the copy belongs to, the number of ranks, and a digest for each rank
                of the arrays that it held
 
-A run draws a random identity when it first uses the shared folder, and writes it into that folder
-as the file ``.local``. By the identity, a run recognises its own copies, so that it never uses the
-copies of another run.
+A run draws a random identity when it first uses the shared folder, and writes it there to the file
+``.local``.
 """
 
 from __future__ import annotations
@@ -35,10 +33,7 @@ _LAYOUT = "mark", "layout"
 
 
 def identity(path: str, make: bool) -> str | None:
-    """Return the run's identity, a random text, from a shared folder.
-
-    If the folder has no identity, draw and write one if `make` is true; otherwise return None.
-    """
+    """Return the run's identity, a random text, from a shared folder; with `make`, make one."""
     if not make and not Path(path).is_dir():
         return None
     with files.folder(path) as root:
@@ -55,19 +50,15 @@ def identity(path: str, make: bool) -> str | None:
 
 
 def rotate_id(path: str) -> None:
-    """Remove the run's identity from a shared folder; the next save draws a new random text."""
+    """Remove the run's identity (a random text) from its folder; the next save makes another."""
     with files.folder(path) as root:
         files.remove_file(ID, root)
         files.sync(root)
 
 
 def invalidate(path: str) -> None:
-    """Invalidate the copies on nodes when a run saves to the shared folder without making copies.
-
-    Otherwise an old copy could later seem to be newer than the steps of the run that makes no
-    copies, since the number of the old copy's history (branch of saved steps) may be the same or
-    higher.
-    """
+    """Invalidate the nodes' copies, because a run saves without making copies."""
+    # Otherwise an old copy could later seem to be newer than the steps of this run.
     with suppress(OSError):
         if (Path(path) / ID).exists():
             rotate_id(path)
@@ -85,17 +76,15 @@ def _write(root: int) -> None:
 
 
 def arrays(state: Mapping, rank: int) -> dict:
-    """Return the whole arrays of `state`, and the arrays of its shards on `rank`, in nested dicts.
-
-    A rank without whole arrays has no entry "arrays", and a rank without shards has no entry
-    "pieces", since an empty dict would collide with the arrays of other ranks.
-    """
+    """Return the whole arrays of `state`, and those of its shards on `rank`, in nested dicts."""
     found = []
     for path, leaf in leaves(state):
         if isinstance(leaf, Shard):
             found.append((("pieces", str(rank), *path), leaf.array))
         elif has_array(leaf):
             found.append((("arrays", *path), leaf))
+    # No entry "arrays" or "pieces" if it would be empty: it would collide with those of other
+    # ranks.
     return tree(iter(found))
 
 
@@ -105,32 +94,14 @@ def extras(state: Mapping) -> list:
 
 
 def copy_record(comm, state: Mapping, extras: Mapping, name: str, history: int) -> dict:
-    """Return what this rank saves on its node, in nested dicts.
-
-    The dicts have the arrays of `state`, the `extras`, and a mark that says to which save the copy
-    belongs.
-
-    `name` is the name of the temporary folder of the save to the shared folder, and `history` is
-    the number of its history (branch) there. `extras` has the extras (leaves that are not arrays)
-    of all ranks, by path. (If several ranks have the same extra, the save to the shared folder has
-    checked that the values are equal.) `comm` is used only for the rank and the number of ranks.
-    """
+    """Return what this rank saves on its node, in nested dicts. Not collective."""
     layout = {str(comm.rank): _layout(state)}
     mark = {"name": name, "history": history, "ranks": comm.size, "layout": layout}
     return {**arrays(state, comm.rank), "extras": tree(iter(extras.items())), "mark": mark}
 
 
 def usable_steps(comm, path: str, step: int | None, like: Mapping) -> dict[int, tuple[int, str]]:
-    """Return the steps in a node's folder that hold all arrays of `like` for this rank.
-
-    `path` is the node's folder. If `step` is given, only copies of this step count. The keys of the
-    returned dict are step numbers.
-
-    The value for a step is a tuple: the history number of the copied step in the shared folder, and
-    the name of the temporary folder in which the step was saved there. If there are two copies of a
-    step, only the newer copy counts. A rank without shards may use a copy that any rank of the node
-    has saved, even in a run with another number of ranks.
-    """
+    """Return the copies in the node's folder `path` that have all arrays of `like` on this rank."""
     layout, alike = _layout(like), not any(isinstance(leaf, Shard) for _, leaf in leaves(like))
     marks: dict[int, tuple[int, str]] = {}
     rank = str(comm.rank)
@@ -150,20 +121,14 @@ def usable_steps(comm, path: str, step: int | None, like: Mapping) -> dict[int, 
 
 
 def _mark(path: str, entry: steps.Entry) -> tuple[int, dict]:
-    """Return the number of the history to which a copy belongs, and the copy's extras by path.
-
-    The history is a history of the shared folder, not of the node's folder.
-    """
+    """Return the number of the shared folder's history to which a copy belongs, and its extras."""
     mark = dict(steps.read_manifest(path, entry).extras)
     history = mark.get(("mark", "history"), 0)
     return history if isinstance(history, int) else 0, mark
 
 
 def remove_copies(path: str, newest: tuple[float, ...]) -> None:
-    """Remove a node's copies that are not newer than `newest`, a pair of a history and a step.
-
-    If no copy is left, remove the folder of the copies too.
-    """
+    """Remove a node's copies that are not newer than `newest`, a pair of a history and a step."""
     with suppress(OSError):
         with files.folder(path) as root:
             for entry in histories.Histories(root).everything():

@@ -1,8 +1,4 @@
-"""`CheckpointStore`: save and restore the state of a job, on any number of ranks.
-
-`save.py` writes and commits a step, `restore.py` finds and reads the newest good step, and
-`load.py` reads a step without MPI.
-"""
+"""`CheckpointStore`: save and restore the state of a job, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -48,11 +44,7 @@ class Store(AbstractContextManager):
 
     @contextmanager
     def _call(self, method: str) -> Iterator[None]:
-        """In the block, send an error to the other ranks, and show them that this rank may be slow.
-
-        An elastic group (ranks that go on without a rank that stops answering) does not remove a
-        rank that is slow because it saves.
-        """
+        """In a ``with`` block, send errors to other ranks, and show that this rank may be slow."""
         with phase("save"), call(self._comm, f"{type(self).__name__}.{method}"):
             yield
 
@@ -71,39 +63,34 @@ class CheckpointStore(Store):
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
-        The communicator whose ranks save and restore. The communicator must not be freed while the
-        store is open.
+        The communicator whose ranks save and restore. It must not be freed while the store is open.
     path : path-like
-        A folder that all ranks can reach, the same on all ranks. The first save creates the folder.
+        A folder that all ranks can reach, the same on all ranks. The first save creates it.
     keep : int or None
         How many good steps of the newest history (branch) to keep; None keeps all.
     keep_every : int, optional
         Keep also the steps whose number is a multiple of `keep_every`. The newest step that was
-        verified or restored is never removed, whatever `keep` and `keep_every` are.
+        verified or restored is never removed.
     writers : "all", "node" or int
-        The ranks that write files: every rank, one rank of each node, or this number of ranks. Data
-        that no writing rank holds are sent to a writing rank, which needs memory for these data.
+        The ranks that write files: every rank, one rank of each node, or this number of ranks. A
+        rank needs memory for the data that it writes for other ranks.
     direct : bool
         Whether writes bypass the cache of the operating system, where the file system allows that.
-        With direct writes, the data are not copied into the cache, and a save does not wait at its
-        end until the cache is written to the disk.
     sha256 : bool
-        Whether each shard file gets a SHA-256, which `verify` checks. With or without SHA-256, each
-        block of a file gets a CRC-32.
+        Whether each shard file gets a SHA-256, which `verify` checks. Each block of a file has a
+        CRC-32 in any case.
     fresh : bool or str
-        Whether to set aside (ignore) the steps that the folder already holds. The files of ignored
-        steps stay, and a method can still read these steps if its argument `history` selects their
-        history. With `fresh`, methods that are called without `history` find no step until the
-        first save of this store. A program that may be restarted should either pass True at its
-        first start only, or pass the same text at every start. The text is a name of the run: a
-        later start with the same text continues from the steps that earlier starts have saved.
+        Whether to ignore the steps that the folder already holds, until this store has saved. Their
+        files stay, and `history` still selects them. A program that may be restarted should pass
+        True at its first start only, or pass the same text, a name of the run, at every start: a
+        later start with this text continues from the steps of the earlier starts.
 
     Notes
     -----
     A save continues the step that this store restored or saved last. If the folder holds newer
-    steps, for example after ``restore(step=900)``, the save begins a branch. After a save that
-    begins a branch, `restore`, `keep` and programs that load a step use the steps of the branch.
-    The steps that the branch does not continue stay on the disk, as another history.
+    steps, for example after ``restore(step=900)``, the save begins a branch. From then on,
+    `restore` and `keep` use the steps of the branch. The other steps stay on the disk, as another
+    history.
 
     All ranks call every method, and an error on one rank is raised on all ranks. Use the store in a
     ``with`` block, or call `close`.
@@ -149,28 +136,23 @@ class CheckpointStore(Store):
         Parameters
         ----------
         step : int
-            The number of the step, the same on all ranks. Saving the last step again replaces that
-            step; at every moment the old or the new version is on the disk. If the number is lower
-            than the number of the last step, the save begins a branch.
+            The number of the step, the same on all ranks. Saving the last step again replaces it. A
+            lower number than that of the last step begins a branch.
         state : dict
-            Nested dicts with string keys. An array that is not a `Shard` is replicated: it must be
-            equal on all ranks that have it. A replicated array is written only once: each of the
-            ranks that have the array writes a part of it. The ranks do not compare the values of a
-            replicated array, since this would take longer than the save. If the values differ, the
-            saved array mixes parts from several ranks. `md.check_replicas` finds replicated arrays
-            whose values differ, and `md.train` calls this function before each save. The `Shard`
-            objects of all ranks must together cover their global array, without an overlap. JSON
-            values (extras) must be equal on the ranks that have them.
+            Nested dicts with string keys. An array that is not a `Shard` must be equal on all ranks
+            that have it, and is written only once. This is not checked: use `md.check_replicas`.
+            The `Shard` objects of all ranks must together cover their global array, without an
+            overlap. JSON values must be equal on the ranks that have them.
 
         Raises
         ------
         CheckpointError
             When a rank cannot write, for example because the disk is full, or when shards overlap
-            or leave a hole. CheckpointError is also raised if the folder holds good steps, but
-            `fresh` is not set and this store has restored none of these steps. After a failed save
-            nothing of the new step remains, and earlier steps are unchanged.
+            or leave a hole. Also if the folder holds good steps, none of which this store has
+            restored, and `fresh` is not set. After a failed save nothing of the new step remains,
+            and earlier steps are unchanged.
         MismatchError
-            When the ranks disagree on the step, a name, a shape, a dtype or an extra.
+            When the ranks disagree on the step, a name, a shape, a dtype or a JSON value.
         ConfigError
             When a value in `state` cannot be saved.
         """
@@ -183,11 +165,10 @@ class CheckpointStore(Store):
     def save_async(self, step: int, state: Mapping) -> None:
         """Copy this rank's part of `state`, and save the copy in the background. Collective.
 
-        The caller may change the state when this method returns. On each rank a thread, which makes
-        no MPI calls, writes the rank's part. The step is committed as soon as all ranks have
-        written their parts, even if the main threads make no call of the store. The next call of
-        `save`, `save_async`, `restore`, `wait` or `close` waits for the commit, and raises the
-        error if the background save has failed.
+        The caller may change the state when this method returns. A thread of each rank writes the
+        copy, and the step is committed as soon as all ranks have written. The next call of `save`,
+        `save_async`, `restore`, `wait` or `close` waits for this, and raises the error if the
+        background save has failed.
         """
         with events.span("checkpoint.save_async"), self._call("save_async"):
             self._begin(step, state, copy=True).start()
@@ -205,31 +186,25 @@ class CheckpointStore(Store):
         Parameters
         ----------
         like : dict, optional
-            A state of the same model. `like` may be divided into shards in another way, and over
-            another number of ranks, than the saved state. The arrays of `like`, and the arrays of
-            its shards, are filled in place, and are returned in new dicts with the extras that were
-            saved. If `like` has extras that the checkpoint does not have, these extras are returned
-            unchanged. If `like` is None, every rank gets every array whole.
+            A state of the same model, which may be divided into shards in another way than the
+            saved state. Its arrays are filled in place, and returned in new dicts with the saved
+            extras (values that are not arrays). Extras that the checkpoint does not have are
+            returned unchanged. If `like` is None, every rank gets every array whole.
         step : int, optional
             The number of the step to restore. None means the newest step that every rank can read:
             damaged steps are skipped, and each is reported once on stderr.
         history : int, optional
-            The number of a history (branch), for example of a branch that the run does not
-            continue; None means the newest history.
+            The number of a history (branch) of the store; None means the newest history.
         verify : bool
-            Whether the data are compared with their checksums. Even if `verify` is False, the
-            restore checks the tables that describe the data, and the sizes of the files.
+            Whether the data are compared with their checksums.
 
         Raises
         ------
         NoCheckpoint
-            When the folder holds no step, or no good step. After a NoCheckpoint, the arrays of
-            `like` are unchanged.
+            When the folder holds no good step. The arrays of `like` are then unchanged.
         CheckpointError
-            When the given `step` is damaged, or when `like` belongs to another model; the message
-            then names the differences. If a wrong checksum or a lack of memory ends the restore
-            late, the arrays of `like` may hold parts of the step. The message then says that arrays
-            may be filled in part, and the caller must set the values of the arrays again.
+            When the given `step` is damaged, or when `like` belongs to another model. If the text
+            says that arrays may be filled in part, the caller must set their values again.
         MismatchError
             When `like` is None on some ranks, and not None on others.
         """
@@ -246,9 +221,9 @@ class CheckpointStore(Store):
             return entry.step, state
 
     def latest_step(self) -> int | None:
-        """Return the number of the newest committed step, or None.
+        """Return the number of the newest committed step, or None. Collective.
 
-        The data of the step are not checked. Collective.
+        The data of the step are not checked.
         """
         with self._call("latest_step"):
             self._settle()
@@ -258,8 +233,7 @@ class CheckpointStore(Store):
     def continue_newest(self) -> None:
         """Let the next save continue the newest committed step, without reading it. Collective.
 
-        This method is for a run whose state has come from other ranks. Without this call, a store
-        that has restored no step from a folder with good steps refuses to save there.
+        This is for a run whose state has come from other ranks.
         """
         with self._call("continue_newest"):
             self._settle()
@@ -269,11 +243,8 @@ class CheckpointStore(Store):
     def all_steps(self, *, history: int | None = None) -> list[int]:
         """Return the committed steps of a history (branch), ascending. Collective.
 
-        A history is a sequence of saved steps, each computed from the step before it; None means
-        the newest history. The returned list includes the steps of older histories that the chosen
-        history continues. The step of a save that is still running is not in the list. Raises
-        NoCheckpoint when the given `history` does not exist; the message lists the histories that
-        exist.
+        None means the newest history. The list includes the steps of older histories that this
+        history continues. Raises NoCheckpoint when the given `history` does not exist.
         """
         with self._call("all_steps"):
             self._settle()
@@ -283,9 +254,8 @@ class CheckpointStore(Store):
     def delete(self, step: int, *, history: int | None = None) -> None:
         """Remove a step, by default of the newest history (branch). Collective.
 
-        If the step was the last step of its history (branch), the step before it becomes the last
-        step. Raises NoCheckpoint if the step does not exist, and CheckpointError if another job
-        saves to the folder.
+        Raises NoCheckpoint if the step does not exist, and CheckpointError if another job saves to
+        the folder.
         """
         with self._call("delete"):
             self._finish()
@@ -307,9 +277,8 @@ class CheckpointStore(Store):
     def verify(self, step: int | None = None) -> int:
         """Check every byte of a step, by default of the newest step. Collective.
 
-        The files of the step are divided among the ranks for reading. Returns the total number of
-        bytes that were checked. If a file is damaged, raises a CheckpointError that describes the
-        damage. If the step does not exist, raises NoCheckpoint.
+        The ranks share the reading. Returns the total number of bytes that were checked. Raises
+        CheckpointError if a file is damaged, and NoCheckpoint if the step does not exist.
         """
         with self._call("verify"):
             self._settle()
@@ -320,10 +289,7 @@ class CheckpointStore(Store):
             return checked
 
     def _verify(self, step: int | None) -> int | None:
-        """Check every byte of a step, and return their number.
-
-        Return None if another job removed the step meanwhile.
-        """
+        """Return the number of bytes checked; None if another job removed the step meanwhile."""
         comm = self._comm
         entry = by_rank_0(comm, "verify", partial(self._line.first, step))
 
@@ -352,9 +318,9 @@ class CheckpointStore(Store):
         self._lock.release()
 
     def close(self) -> None:
-        """Wait for a save that is still running, and close the store.
+        """Wait for a save that is still running, and close the store. Collective.
 
-        Collective; a second call does nothing.
+        A second call does nothing.
         """
         if self._closed:
             return
@@ -366,10 +332,7 @@ class CheckpointStore(Store):
             self._leave()
 
     def _abandon(self) -> None:
-        """Close the store on this rank alone, because other ranks may not have raised an exception.
-
-        A save that is still running is abandoned, unless it is already committed.
-        """
+        """Close the store on this rank alone; abandon a save that is still running."""
         if self._pending is not None:
             save, self._pending = self._pending, None
             save.abandon()
@@ -381,10 +344,9 @@ class CheckpointStore(Store):
         self._closed = True
 
     def _begin(self, step, state: Mapping, copy: bool = False, alone: bool = True) -> Save:
-        """Begin a save of `state`.
+        """Begin a save of `state`. Collective.
 
-        If `alone` is true, no copies of the step are saved on the nodes, and older copies on the
-        nodes become invalid. Collective.
+        With `alone`, the nodes' copies become invalid.
         """
         self._finish()
         comm = self._comm
@@ -405,10 +367,7 @@ class CheckpointStore(Store):
             save.finish(at_once)
 
     def _settle(self) -> None:
-        """Wait until the thread that removes old steps, if any, has ended.
-
-        Raise ClosedError if the store is closed.
-        """
+        """Wait for the removal of old steps; raise ClosedError if the store is closed."""
         if self._closed:
             raise ClosedError(f"the checkpoint store of {self.path} is closed")
         self._keep.settle()

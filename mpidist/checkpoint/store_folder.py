@@ -13,14 +13,8 @@ from .write.shard_writer import Memory, WriteOptions
 class Place(NamedTuple):
     """The folder of a store, and the objects that saves and restores use with this folder.
 
-    Only rank 0 uses `keep`, `lock` and `line`.
-
-    keep : which steps stay after a new step is committed.
-    lock : the lock of the folder.
-    line : the step that the next save continues.
-    how : the options with which each rank writes its shard (its file of a step).
-    copies : memory for copies of the state.
-    inbox : memory for the data that other ranks send to this rank, which writes them to its shard.
+    Only rank 0 uses `keep` (which steps stay after a save), `lock` (the lock of the folder) and
+    `line` (the step that the next save continues).
     """
 
     path: str

@@ -4,14 +4,9 @@
     LOCAL/ID       | LOCAL/ID           pieces of each rank under the number of the rank
           PATH/step-...                 the shared folder, as `CheckpointStore` writes it
 
-A tiered store uses two `CheckpointStore` objects: one for the ranks of a node, in a folder of that
-node, and one for all ranks, in the shared folder. A restarted job continues from the newest step of
-which all its nodes hold a copy. This step may be newer than any step in the shared folder. If no
-rank has shards, the restarted job may have another number of ranks, and nodes may be missing. If
-some rank has shards, the restarted job must have the same ranks, with the same shards, as the job
-that saved. If there is a new node, or a copy is damaged, the job may have to continue from the
-shared folder. In these cases the next steps of the job are not computed from the copies on the
-nodes, so the first save of the job removes these copies.
+A restarted job continues from the newest step of which all its nodes hold a copy. If no rank has
+shards, the restarted job may have another number of ranks. If the copies cannot be used, the job
+continues from the shared folder, and its first save removes them.
 """
 
 from __future__ import annotations
@@ -49,6 +44,9 @@ class _Copy(NamedTuple):
 class TieredStore(Store):
     """Checkpoints in a folder of each node and in a shared folder. Collective over `comm`.
 
+    The class has the same methods as `CheckpointStore`. If a node cannot keep a copy, the store
+    reports the reason on stderr, and saves the step only in the shared folder.
+
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
@@ -57,15 +55,9 @@ class TieredStore(Store):
     keep, keep_every, writers, direct, sha256, fresh
         Arguments for the shared folder, which the docstring of `CheckpointStore` explains.
     local : path-like
-        A folder of the node, in memory (``/dev/shm/...``) or on a disk of the node. If two ranks of
-        one node pass different folders, they count as ranks of different nodes.
+        A folder of the node, in memory (``/dev/shm/...``) or on a disk of the node.
     local_keep : int
         How many steps a node keeps.
-
-    Notes
-    -----
-    The class has the same methods as `CheckpointStore`. If a node cannot keep a copy, no error is
-    raised: the store reports the reason on stderr, and saves the step only in the shared folder.
     """
 
     def __init__(
@@ -116,9 +108,8 @@ class TieredStore(Store):
     def save(self, step: int, state: Mapping) -> None:
         """Save `state` on the nodes, and begin the save to the shared folder. Collective.
 
-        This method returns when all nodes hold the step. If a node cannot hold the step, this
-        method returns when the step is committed in the shared folder. If the save to the shared
-        folder fails, the next call of the store, for example `wait`, raises the error.
+        Returns when all nodes hold the step, or, if one of them cannot, when the shared folder
+        does. If the save to the shared folder fails, the next call of the store raises the error.
         """
         if not self._holds:
             self.shared.save(step, state)
@@ -133,7 +124,7 @@ class TieredStore(Store):
     def save_async(self, step: int, state: Mapping) -> None:
         """Copy this rank's part of `state`; save the copy in the background. Collective.
 
-        In the background, the step is saved on the nodes and in the shared folder.
+        The step is saved on the nodes and in the shared folder.
         """
         if not self._holds:
             self.shared.save_async(step, state)
@@ -146,13 +137,14 @@ class TieredStore(Store):
     def hold(self, step: int, state: Mapping) -> bool:
         """Save `state` on the nodes only; return whether all nodes hold the step. Collective.
 
-        If this run did not begin with a restore from the nodes' copies, and has not saved any step
-        yet, the step is saved in the shared folder, too. The reason is that only a save to the
-        shared folder may begin a history, or remove the copies of another history.
+        If this run has neither saved a step nor begun with the nodes' copies, the step is also
+        saved in the shared folder.
         """
         with events.span("tiers.hold"), self._call("hold"):
             check = partial(checked_step, step, needed=True)
             same_on_all(self._comm, "hold", lambda: {"step": check()})
+            # Only a save to the shared folder may begin a history, or remove copies of another
+            # history.
             if self._history is None:
                 copying = self.shared._begin(step, state, copy=True, alone=False)
                 held = self._hold(copying, state, CheckpointStore.save)
@@ -179,12 +171,9 @@ class TieredStore(Store):
     ):
         """Restore a step and return (step, state), as `CheckpointStore.restore` does. Collective.
 
-        The state is read from the nodes' copies, and not from the shared folder, under three
-        conditions. First, all nodes hold a copy of the wanted step (by default the newest). Second,
-        `history` is None. Third, each rank runs on the node on which it saved, and `like` has the
-        arrays that it saved. Every byte of the nodes' copies is checked before any array is filled,
-        so that the step can be read from the shared folder if a copy is damaged. The argument
-        `verify` applies only to data from the shared folder.
+        The state is read from the nodes' copies if all nodes hold a copy of the wanted step (by
+        default the newest), `history` is None, each rank runs on the node on which it saved, and
+        `like` has the arrays that it saved. Otherwise it is read from the shared folder.
         """
         with self._call("restore"):
             self.wait()
@@ -220,10 +209,7 @@ class TieredStore(Store):
         self.shared.continue_newest()
 
     def all_steps(self, *, history: int | None = None) -> list[int]:
-        """Return the committed steps of a history (branch) in the shared folder, ascending.
-
-        Collective.
-        """
+        """Return the committed steps of a history in the shared folder, ascending. Collective."""
         return self.shared.all_steps(history=history)
 
     def delete(self, step: int, *, history: int | None = None) -> None:
@@ -266,8 +252,7 @@ class TieredStore(Store):
     def close(self) -> None:
         """Wait for running saves, remove the nodes' copies, and close the store. Collective.
 
-        A node's copy that is newer than the newest step in the shared folder is not removed. A
-        second call of `close` does nothing.
+        A copy that is newer than the newest step in the shared folder stays.
         """
         if self._closed:
             return
@@ -293,12 +278,7 @@ class TieredStore(Store):
     # ---------------------------------------------------------------------------- on the nodes
 
     def _hold(self, copying: Save | _Copy, state: Mapping, save: Callable) -> bool:
-        """Save on every node the state of the node's ranks; return whether all nodes succeeded.
-
-        Collective. Each copy is marked with the name of the temporary folder of the save to the
-        shared folder, or with a random name if there is no such save. From these marks, a restore
-        finds out which copies on several nodes belong to the same save.
-        """
+        """Save on every node its ranks' state; return whether all nodes succeeded. Collective."""
         comm, doing = self._comm, f"copy of step {copying.step} on the nodes"
 
         def begin() -> tuple[str, list]:
@@ -331,12 +311,7 @@ class TieredStore(Store):
 
     @contextmanager
     def _reported(self) -> Iterator[None]:
-        """Report an error in the ``with`` block on stderr, and suppress it.
-
-        All ranks must enter the block. Ranks of one node learn of errors on other nodes only from a
-        call of `run_on_all` over all ranks, so the block must do the work of each node inside such
-        a call.
-        """
+        """Report an error in the ``with`` block, which all ranks enter, on stderr; suppress it."""
         try:
             yield
         except MpidistError as error:
@@ -344,10 +319,9 @@ class TieredStore(Store):
                 report_no_copy(str(error))
 
     def _open(self, make: bool) -> None:
-        """Open the stores of the nodes.
+        """Open the stores of the nodes, if the shared folder has the identity of a run. Collective.
 
-        If the shared folder does not yet hold the identity of a run (a random name): if `make` is
-        true, write an identity; otherwise open no stores. Collective.
+        With `make`, a missing identity is written.
         """
         if self._local is None:
             look = partial(node_copies.identity, self.path, make)
@@ -359,12 +333,7 @@ class TieredStore(Store):
                 self._local._keep.others = False
 
     def _common(self, like: Mapping, step: int | None) -> list[tuple[int, int]]:
-        """Return the steps of which all nodes hold copies, newest first, as (history, step).
-
-        If `step` is None, return only steps that are not older than the newest step of the shared
-        folder. If a `step` is given, return only this step, and only if it belongs to the newest
-        history of the shared folder or is newer than the newest step there. Collective.
-        """
+        """Return the steps that all nodes hold, newest first, as (history, step). Collective."""
         comm, line = self._comm, self.shared._line
         fits = line.is_next if step is None else line.is_of
 
@@ -379,7 +348,7 @@ class TieredStore(Store):
         return []
 
     def _is_good(self, step: int) -> bool:
-        """Whether the nodes' copies of a step are undamaged; every byte is checked. Collective."""
+        """Whether the nodes' copies of a step are undamaged; checks every byte. Collective."""
         with self._reported():
             doing = f"good copy of step {step} on the nodes"
             run_on_all(self._comm, doing, lambda: self._local.verify(step))
@@ -387,11 +356,7 @@ class TieredStore(Store):
         return False
 
     def _from_nodes(self, like: Mapping, step: int) -> dict:
-        """Fill the arrays of `like` from the nodes' copies of a step, which are verified already.
-
-        Collective. If a rank fails, all ranks raise an error, since arrays of other ranks may
-        already have new contents.
-        """
+        """Fill the arrays of `like` from the nodes' verified copies of a step. Collective."""
 
         def fill() -> dict:
             extras = tree(iter(node_copies.extras(like)))
@@ -408,11 +373,8 @@ class TieredStore(Store):
             raise spoiled(error) from error
 
     def _forget(self) -> None:
-        """Remove the copies on all nodes, because this run did not continue from them. Collective.
-
-        Only a save may call this method, since a save holds the lock of the shared folder, and a
-        restore does not.
-        """
+        """Remove the copies on all nodes, because this run did not continue them. Collective."""
+        # Only called by saves, which hold the lock of the shared folder.
         self._open(make=False)
         if self._local is not None:
             self._close_nodes((math.inf,))
@@ -422,12 +384,7 @@ class TieredStore(Store):
             by_rank_0(self._comm, "new name for copies", rotate)
 
     def _close_nodes(self, newest: tuple[float, ...] | None) -> None:
-        """Close the stores of the nodes, and remove copies that are not newer than `newest`.
-
-        `newest` is a tuple (history, step).
-
-        Collective.
-        """
+        """Close the nodes' stores; remove copies up to `newest`, a (history, step). Collective."""
         if self._local is not None:
             local, self._local = self._local, None
             local.close()

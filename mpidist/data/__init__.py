@@ -1,9 +1,6 @@
 """Data sources, and the order in which a run uses their samples.
 
-All ranks make equal `Sampler` objects, which compute the order of the samples. Each rank takes its
-own part of each global batch. In this package, only the module `readers/remote.py` communicates
-between ranks. The module that reads a file format is imported when a program first uses a name from
-it.
+All ranks compute the same order (`Sampler`), and each rank takes its own part of each global batch.
 """
 
 from __future__ import annotations
@@ -77,8 +74,7 @@ __all__ = [
 def from_settings(name: str, settings: Mapping) -> tuple[Source, Source]:
     """Return the train and test source of the data set `name`, with the settings of a job file.
 
-    Raises ConfigError for an unknown name or key (the message suggests the nearest known one), for
-    a missing key, and for data that cannot be read.
+    Raises ConfigError for an unknown name or key, a missing key, and data that cannot be read.
     """
     from .source_table import SOURCES
 

@@ -32,17 +32,8 @@ _SMALL, _KEPT = 64 << 10, 64 << 20
 class LRUCache:
     """A cache of at most `most` values by key, which drops the least recently used value.
 
-    A value is made when its key is first used. A value is valid until the next use of the cache,
-    which may drop the value. Only one thread at a time may use a cache.
-
-    Parameters
-    ----------
-    make : callable
-        A function; ``make(key)`` returns the value of a key.
-    most : int
-        The largest number of values in the cache.
-    dispose : callable, optional
-        Called with each value that is dropped.
+    ``make(key)`` makes a value, and ``dispose(value)`` is called with each value that is dropped. A
+    value is valid until the next use of the cache, which only one thread at a time may use.
     """
 
     def __init__(self, make: Callable, most: int, dispose: Callable = lambda value: None):
@@ -65,20 +56,17 @@ class LRUCache:
         return self._values[key]
 
     def drop(self, key: Hashable) -> None:
-        """Drop the value of `key`; the value is made again when it is needed."""
+        """Drop the value of `key`."""
         self._dispose(self._values.pop(key))
 
     def close(self) -> None:
-        """Drop all values; a value is made again when it is needed."""
+        """Drop all values."""
         while self._values:
             self._dispose(self._values.popitem()[1])
 
 
 class ByteRun(NamedTuple):
-    """A range of bytes to be read from a file, and the memory into which it is read.
-
-    `file` is the number of the file, and the range begins at byte `begin`.
-    """
+    """A range of bytes of file number `file` from byte `begin` on, and the memory for it."""
 
     file: int
     begin: int
@@ -86,10 +74,7 @@ class ByteRun(NamedTuple):
 
 
 class RunReader:
-    """Reads runs (ranges of bytes) of files; ``descriptor(k)`` is the descriptor of file k.
-
-    Only one thread at a time may use a reader.
-    """
+    """Reads runs (ranges of bytes) of files, from one thread at a time."""
 
     def __init__(self, descriptor):
         self._descriptor = descriptor
@@ -98,9 +83,7 @@ class RunReader:
     def read(self, runs: Sequence[ByteRun]) -> int:
         """Read all `runs` (byte ranges of files); return the number of the first incomplete run.
 
-        A run (a range of bytes) is incomplete if the file ends before the end of the run, for
-        example because the file has become shorter. The missing bytes of an incomplete run are set
-        to zero.
+        If a file ends before the end of a run, the missing bytes are set to zero.
         """
         whole = len(runs)
         for number, run in enumerate(runs):
@@ -151,10 +134,9 @@ def _fill(descriptor: int, begin: int, target: memoryview) -> bool:
 
 
 class Rooms:
-    """Memory for large arrays that is used again, because new memory would cost page faults.
+    """Memory for large arrays, used again when neither the array nor a view of it exists any more.
 
-    The memory of an array from `empty` can be used again when the array and all its views no longer
-    exist in any thread. Only one thread at a time may call `empty`.
+    Only one thread at a time may call `empty`.
     """
 
     def __init__(self) -> None:

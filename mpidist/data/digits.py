@@ -19,11 +19,10 @@ def digits(
 ) -> tuple[Source, ArraySource]:
     """Return (train, test) sources: images as float32 (n, 1, 8, 8) from 0 to 1, labels as int64.
 
-    The test set has `test` samples. Each class has the same share in the test set as in the whole
-    data set, up to rounding. Which samples are in the test set depends only on `seed`. Do not pass
-    the seed of a training run, because runs with different seeds would then have different test
-    sets. `distort` has keyword arguments for `Distorted`, which makes distorted copies of the
-    training images, such as ``{"copies": 20, "shift": 0.5, "turn": 10, "scale": 0.1}``.
+    The test set has `test` samples, with every class as frequent as in the whole data set. Which
+    samples these are depends only on `seed`, so do not pass the seed of a training run. `distort`
+    has keyword arguments for `Distorted`, which makes distorted copies of the training images: for
+    example ``{"copies": 20, "shift": 0.5, "turn": 10, "scale": 0.1}``.
 
     Raises
     ------

@@ -3,9 +3,8 @@
     index of a sample      0 ... n-1   n ... 2n-1   2n ... 3n-1
     sample                 copy 0      copy 1       copy 2        (n images in the source)
 
-Each index stands for one image that is turned, scaled and shifted by amounts that depend only on
-(seed, index), whichever rank takes it. An epoch is one pass over all copies, so 5 epochs on 8
-copies cost as much as 40 epochs on the original images.
+Each index stands for one image, turned, scaled and shifted by amounts that depend only on (seed,
+index).
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ class Distorted:
     Parameters
     ----------
     source : Source
-        The source of the images. The first array of its samples must be images as a NumPy array (n,
-        channels, height, width) of a floating-point dtype. The other arrays, for instance labels,
-        are not changed.
+        The first array of its samples must be images: a NumPy array (n, channels, height, width) of
+        a floating-point dtype. The other arrays, for instance labels, are not changed.
     copies : int
         Number of versions of every image, at least 1.
     shift : float
@@ -39,8 +37,7 @@ class Distorted:
     scale : float
         Largest relative change of the height and of the width: 0.1 means 0.9 to 1.1.
     seed : int
-        Seed for the random amounts of shift, turn and scale. The seed of a training run does not
-        change these amounts.
+        Seed for the random amounts of shift, turn and scale.
     """
 
     source: Source
@@ -74,8 +71,7 @@ class Distorted:
 def distorted(source: Source, settings: Mapping | None) -> Source:
     """Return a source of distorted copies of the images of `source`, or `source` itself.
 
-    `settings` are the keyword arguments of `Distorted`; if they are None or empty, the images are
-    not distorted.
+    `settings` has the arguments of `Distorted`, or is None for no distortion.
     """
     if not settings:
         return source
@@ -85,9 +81,8 @@ def distorted(source: Source, settings: Mapping | None) -> Source:
 def distort(images: np.ndarray, amounts: np.ndarray) -> np.ndarray:
     """Return each image shifted, turned and scaled by its row of `amounts`.
 
-    A row of `amounts` has the shift down and right in pixels, the turn in radians, and the relative
-    change of height and width. Each pixel of the result is interpolated (bilinear) from four pixels
-    of the image, with zeros outside of the image. If all amounts are zero, the image is unchanged.
+    A row has the shift down and right in pixels, the turn in radians, and the relative change of
+    height and width.
     """
     samples, channels, height, width = images.shape
     down, right, turn, tall, broad = (column[:, None, None] for column in amounts.T)

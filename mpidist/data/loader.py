@@ -3,10 +3,7 @@
     loop    compute 0 | compute 1 | compute 2 |          takes batch k when it needs it
     thread  1     2   |    3      |  (full)  4            reads ahead up to `prefetch` bytes
 
-The reader is a thread and not a process, because it is not safe to fork a process after MPI has
-started. The thread makes no MPI calls. While a source reads or decompresses data, other Python
-threads can run. For a source of arrays in memory there is no thread, because a thread would save no
-time.
+By default, a source of arrays in memory has no thread, because it would save no time.
 """
 
 from __future__ import annotations
@@ -43,11 +40,7 @@ _PATIENCE = 300.0
 
 
 class Starved(Exception):
-    """The source did not return a batch within the time that the loader waits.
-
-    The thread that reads ahead still waits for the batch, so the caller should call `Loader.take`
-    again.
-    """
+    """Raised when the thread has no batch in time; the caller should call `Loader.take` again."""
 
     def __init__(self, seconds: float):
         super().__init__(f"no batch after {seconds:g} s")
@@ -64,16 +57,13 @@ class Loading:
         How many bytes each rank reads ahead in a thread. True means 64 MiB, and False means no
         thread. "auto" means True if the attribute ``reads`` of the source is true, else False.
     bandwidth : float, optional
-        The largest number of bytes per second that each rank takes from the source. The limit is
-        useful if data and gradients share a network.
+        The largest number of bytes per second that each rank takes from the source.
     starved_after : float
-        How many seconds to wait for a batch before the run saves a checkpoint and prints a message.
-        The run then waits again for the batch, each time twice as long, but at most 5 minutes. The
-        option `starved_after` has an effect only if a thread reads ahead. ``math.inf`` means that
-        the run waits without a checkpoint and without a message.
+        How many seconds the thread may need for a batch before the run saves a checkpoint and
+        prints a message. The run then waits again, each time twice as long, but at most 5 minutes.
+        With ``math.inf`` it only waits.
     finite : bool
-        Whether a sample with a NaN or an infinity counts as a bad record, which is skipped. Set
-        `finite` to False for models that can use such numbers.
+        Whether a sample with a NaN or an infinity counts as a bad record, which is skipped.
     """
 
     prefetch: str | bool | int = "auto"
@@ -108,7 +98,7 @@ class _Entry(NamedTuple):
 
 
 class Loader:
-    """Takes batches from a source, and reads the next ones ahead in a thread, in a planned order.
+    """Takes batches from a source, and reads the next batches ahead in a thread.
 
     Call `close` at the end, or use a ``with`` statement.
 
@@ -116,17 +106,16 @@ class Loader:
     ----------
     source : Source
     plan : callable
-        A function that returns an iterator over the next batches. Each batch is an array of
-        indices, and the first batch is the batch that will be taken next. The iterator runs in the
-        thread that reads ahead.
+        Returns an iterator over the arrays of indices of the next batches, beginning with the batch
+        that is taken next. The iterator runs in the thread.
     loading : Loading
         How many bytes to read ahead, how fast, and how long to wait.
 
     Attributes
     ----------
     nbytes, seconds, waited : number
-        The number of bytes taken from the source, the seconds that the source took for them, and
-        the seconds that `take` waited.
+        The bytes taken from the source, the seconds that the source took for them, and the seconds
+        that `take` waited.
     """
 
     def __init__(
@@ -148,9 +137,8 @@ class Loader:
     def take(self, indices: np.ndarray, meanwhile: Callable[[], object] | None = None) -> Batch:
         """Return the samples at `indices`, without bad records.
 
-        Raises `Starved` if the source does not answer in time, or the exception that the source has
-        raised. The function `meanwhile` is called repeatedly while this method waits for the
-        thread.
+        Raises `Starved` if the thread takes too long, or the exception of the source.
+        ``meanwhile()`` is called repeatedly while this method waits for the thread.
         """
         began = time.perf_counter()
         try:
@@ -167,6 +155,7 @@ class Loader:
         """Return the batch of `indices`; restart the thread if its next batch has other samples."""
         if self._thread is None:
             # A daemon, because a source that never returns must not keep the process alive.
+            # Not a process, because it is not safe to fork after MPI has started.
             self._thread = threading.Thread(target=self._run, name="mpidist-loader", daemon=True)
             self._begin(indices)
             self._thread.start()
@@ -289,10 +278,7 @@ class Loader:
             time.sleep(self._bucket - now)
 
     def close(self) -> None:
-        """End the thread that reads ahead.
-
-        Waits at most 1 s for the thread, because a call of the source may never return.
-        """
+        """End the thread that reads ahead; wait at most 1 s for it."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

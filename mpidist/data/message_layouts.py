@@ -3,10 +3,9 @@
     message    | key "rgb" length | values ... | key "labels" length | values |
     frame        ^^^^^^^^^^^^^^^^^               ^^^^^^^^^^^^^^^^^^^^     equal bytes: known layout
 
-A message is a record in the Protocol Buffers format. The frame of a message is all its bytes that
-are not values: the keys and lengths of its fields. If two messages have the same length and equal
-frames, their values are at the same positions: they have the same layout. The frames of a whole
-batch of messages are compared at once, eight bytes at a time.
+The frame of a message is all its bytes that are not values: the keys and lengths of its fields. If
+two messages have the same length and equal frames, their values are at the same positions, which
+are called the layout of the message.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ _MOST = 2048
 
 class Layouts:
     """The layouts of the messages seen so far; a layout says where in a message its values are.
-
-    Each message has `count` values that are wanted.
 
     Attributes
     ----------
@@ -51,34 +48,27 @@ class Layouts:
     def kinds(self, lengths: np.ndarray) -> np.ndarray:
         """Guess the layouts of messages from their lengths; return the numbers of the layouts.
 
-        The guess for a length is the layout of the last message of this length, or 0 if there was
-        none.
+        The number is 0 if the length is new.
         """
         numbers = map(self.latest.get, lengths.tolist(), itertools.repeat(0))
         return np.fromiter(numbers, np.int64, len(lengths))
 
     def unlike(self, gather: Callable, starts: np.ndarray, kinds: np.ndarray) -> np.ndarray:
-        """Return the indices of the messages that do not have the layouts that `kinds` supposes.
+        """Return the indices of the messages whose layout is not the one that `kinds` supposes.
 
-        `kinds` has the number of a layout for each message, for example the result of
-        `Layouts.kinds`.
-
-        `starts` has the byte position at which each message begins in a buffer. ``gather(dtype,
-        places)`` must return a value of `dtype` from each of the byte positions `places` of the
-        buffer of messages. The buffer must have at least eight bytes before each message, because
-        messages are compared in words of eight bytes, and the first word may begin before the
-        message.
+        For each message, `kinds` has the number of a layout, and `starts` its position in a buffer.
+        ``gather(dtype, places)`` must return a value of `dtype` from each position, and must accept
+        positions up to eight bytes before a message.
         """
         words = gather("<u8", starts[:, None] + self._words.take(kinds, axis=0))
         words &= self._masks.take(kinds, axis=0)
         return np.flatnonzero((words != self._frame.take(kinds, axis=0)).any(axis=1))
 
     def of(self, data: bytes, decoded: Callable[[bytes], tuple]) -> np.ndarray:
-        """Return where the values lie in the serialised record `data`, as spans (begin, end).
+        """Return where the values lie in the message `data`, as spans (begin, end).
 
-        If no known layout fits the record, ``decoded(data)`` is called. The function `decoded`
-        must return two lists of spans: the spans of the values, and the spans of all bytes that may
-        differ between records of the same layout.
+        For an unknown layout, ``decoded(data)`` is called. It must return the spans of the values,
+        and those of all bytes that may differ in this layout.
         """
         padded = np.frombuffer(bytes(8) + data, np.uint8)
 
@@ -117,10 +107,7 @@ class Layouts:
 
 
 def between(spans: Sequence[Span], stop: int) -> list[Span]:
-    """Return the ranges (begin, end) of the numbers 0 to `stop` that none of `spans` covers.
-
-    Raises ValueError if spans overlap.
-    """
+    """Return the ranges of the numbers 0 to `stop` between `spans`; ValueError if spans overlap."""
     gaps, at = [], 0
     for low, high in sorted([*spans, (stop, stop)]):
         if low < at and high > low:

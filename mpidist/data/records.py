@@ -1,10 +1,8 @@
-"""Check that all ranks have the same data: compare a sample's dtypes and shapes, and two records.
+"""Check that all ranks have the same data: compare shapes and dtypes, and two records.
 
-The bytes of the first and of the last good record are compared. Two records are enough to detect
-that a rank has a wrong file, another order of the records, or another seed. If a source is a user's
-own object, only its length is compared, because its samples may be expensive to read, or may have
-to be read in one thread only. If a user's own source has the attribute ``remote = False``, its
-records are compared too.
+The bytes of the first and of the last good record are compared. This detects another file, another
+order of the records, or another seed on a rank. Of a user's own source only the length is compared,
+unless it has the attribute ``remote = False``.
 """
 
 from __future__ import annotations
@@ -26,10 +24,9 @@ TRIES = 4
 class Content(NamedTuple):
     """What one rank has read of its data before the run, to compare it with the other ranks.
 
-    A field is None if the rank could not or must not read its data.
-
-    `form` is a text with the dtypes and shapes of the arrays of a sample. `first` and `last` are
-    pairs: the number of the first or last good record, and a digest of its bytes.
+    `form` is a text with the dtypes and shapes of a sample's arrays. `first` and `last` are pairs:
+    the number of the first or last good record, and a digest of its bytes. A field is None if it
+    was not read.
     """
 
     form: str | None = None
@@ -54,11 +51,8 @@ def content(source) -> Content:
 def readable(source) -> bool:
     """Return whether a record of `source` may be read before the run.
 
-    If the source has the attribute ``remote``, its records may be read if ``remote`` is false. A
-    source without the attribute ``remote`` may be read if it is a list, a tuple or one of mpidist's
-    sources. A `Stream` without it may not be read, because reading its last record would read the
-    whole stream. If one of mpidist's sources wraps another source, its records may be read if those
-    of the wrapped source may be read.
+    A source with the attribute ``remote`` may be read if ``remote`` is false. Other lists, tuples
+    and sources of mpidist may be read, except a `Stream`, because its last record is expensive.
     """
     while True:
         remote = getattr(source, "remote", None)
@@ -97,12 +91,7 @@ def digest_of(*arrays) -> str:
 
 
 def differing(contents: Sequence[Content]) -> str | None:
-    """Return a text that says how the ranks' data differ, or None if they are equal.
-
-    A rank that could not read its data is not compared. The first (or last) good records of two
-    ranks are not compared if they have different numbers, because then a record is bad on only one
-    of the ranks. A record that is bad on only one rank is reported later, when the run uses it.
-    """
+    """Return a text that says how the ranks' data differ, or None if they are equal."""
     for field in Content._fields:
         groups: dict[Any, dict[Any, list[int]]] = {}
         for rank, one in enumerate(contents):

@@ -4,11 +4,9 @@
     global batch 4:                                      step 0    step 1    step 2 (short)
     3 ranks in step 0:                                   7 2 | 9 | 0
 
-The position of a run in the data is (epoch, offset). The offset is the number of samples that were
-used in this epoch. The position does not depend on the number of ranks or on the batch size. The
-number of ranks and the batch size may therefore change in the middle of an epoch, and every sample
-is still used exactly once. No batch goes beyond the end of an epoch, so the last batch of an epoch
-may be short.
+The position of a run in the data is (epoch, offset), where the offset is the number of samples that
+were used in this epoch. So the number of ranks and the batch size may change in the middle of an
+epoch, and every sample is still used exactly once. The last batch of an epoch may be short.
 """
 
 from __future__ import annotations
@@ -57,16 +55,15 @@ class Sampler:
     count : int
         Number of samples, at least 1.
     global_batch : int
-        Samples per step on all ranks together, at least 1. If `global_batch` is larger than
-        `count`, each batch is one whole epoch. The global batch stays the same when the number of
-        ranks changes.
+        Samples per step on all ranks together, at least 1; if larger than `count`, a batch is an
+        epoch.
     seed : int
         Seed of the shuffle, at least 0.
     shuffle : str or bool
         With "permutation", the order of epoch e is ``np.random.default_rng((seed,
-        e)).permutation(count)``. With "bijection", the order of epoch e is ``Bijection(count,
-        (seed, e))``, which takes no memory. With "none" or False, every epoch has the order of the
-        source. True means "permutation" up to 4 Mi samples, and "bijection" for more.
+        e)).permutation(count)``. With "bijection", it is ``Bijection(count, (seed, e))``, which
+        takes no memory. With "none" or False, every epoch has the order of the source. True means
+        "permutation" up to 4 Mi samples, and "bijection" for more.
     """
 
     def __init__(self, count: int, global_batch: int, seed: int = 0, shuffle: str | bool = True):
@@ -97,13 +94,7 @@ class Sampler:
         return -(-self.count // self.global_batch)
 
     def order(self, epoch: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the indices of samples `start` to `stop` - 1, counted in the order of `epoch`.
-
-        The returned array is read-only.
-
-        The sampler caches the order of a whole epoch for shuffle "permutation", and a window of
-        some thousand indices for the other kinds of shuffle.
-        """
+        """Return the indices `start` to `stop` - 1 in the order of `epoch` (a read-only array)."""
         first, last = 0, self.count
         stop = last if stop is None else stop
         if self.shuffle != "permutation":
@@ -137,8 +128,7 @@ class Sampler:
     def local(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
         """Return the part of the global batch `indices` that `rank` of `size` ranks uses.
 
-        The part may be empty. Raises ConfigError if there is no such rank, because an empty part
-        would hide a mistake such as two arguments in the wrong order.
+        The part may be empty. Raises ConfigError if there is no such rank.
         """
         if not 0 <= rank < size:
             raise ConfigError(f"Sampler.local: rank {shown(rank)} of {shown(size)} ranks; expected "
@@ -151,9 +141,6 @@ class Sampler:
         return BlockPartition(min(self.global_batch, self.count), size).size(rank)
 
     def position(self, step: int) -> Position:
-        """Return the position in the data at which `step` begins.
-
-        The result holds for a run whose global batch never changes.
-        """
+        """Return the position at which `step` begins, if the global batch never changes."""
         epoch, within = divmod(step, self.steps_per_epoch)
         return Position(epoch, within * self.global_batch)

@@ -6,9 +6,7 @@
     grid          a part of the files of its node      each record once; a node reads its own files
     independent   all records, in its own order        records repeat early and are missing late
 
-`md.train` distributes single records and does not use this module. The choice of records depends
-only on the mode, the records per file, the ranks per node, the seed and the epoch, so every rank
-computes its own part without messages.
+Every rank computes its own part without messages.
 """
 
 from __future__ import annotations
@@ -56,9 +54,8 @@ def shard(
     Parameters
     ----------
     mode : str
-        "file", "record", "grid" or "independent" (see the table at the top of this module), or
-        "auto". If `mode` is "auto", rank 0 prints the chosen mode and the reason on stderr (unless
-        ``MPIDIST_VERBOSE=0`` is set), and every rank writes both to its event log.
+        "file", "record", "grid" or "independent" (see the table at the top of this module). With
+        "auto", the mode is chosen, and rank 0 prints it with the reason.
     counts : sequence of int
         Number of records in each file. Records are numbered consecutively through all files.
     ranks_of_nodes : sequence of int
@@ -67,9 +64,8 @@ def shard(
     seed, epoch : int
         Seed and epoch of the shuffle.
     indexed : bool
-        Whether each record can be read without the records before it. If records can be read only
-        in order, every rank in mode "record" reads all records and drops most of them, and a
-        warning is given.
+        Whether each record can be read without the records before it. If not, mode "record" warns,
+        because every rank must then read all records.
     """
     size = sum(ranks_of_nodes)
     if mode not in MODES:
@@ -120,10 +116,9 @@ def choose_sharding(
 def deal(counts: Sequence[int], shares: Sequence[int]) -> list[list[int]]:
     """Distribute files to owners (ranks or nodes); return the numbers of each owner's files.
 
-    `counts` has the number of records of each file. Each owner gets records in proportion to its
-    entry in `shares`; the largest file is given first. The owner with the least load, relative to
-    its share, gets the next file (Graham, "Bounds on multiprocessing timing anomalies", 1969).
-    Every file has one owner; an owner may have no file.
+    Each owner gets records in proportion to its entry in `shares`: the largest file is given first,
+    and each file goes to the owner with the fewest records relative to its entry (Graham, "Bounds
+    on multiprocessing timing anomalies", 1969).
     """
     owned: list[list[int]] = [[] for _ in shares]
     heap = [(0.0, owner) for owner in range(len(shares))]
@@ -183,11 +178,7 @@ class Coverage(NamedTuple):
 def coverage(count: int, parts: Sequence[np.ndarray], draws: int | None = None) -> Coverage:
     """Measure how many of `count` records are used when the ranks together draw `draws` records.
 
-    `parts` has, for each rank, its records in the order of use. By default `draws` is `count`,
-    which is one epoch. Mode "independent" needs no index of the records, but uses only some of the
-    records in an epoch. In mode "independent", each of p ranks uses the first 1/p of its own
-    shuffled order, so about 1 - (1 - 1/p)^p of the records are used. With many ranks, mode
-    "independent" uses about 63 % of the records in an epoch.
+    `parts` has, for each rank, its records in the order of use. By default `draws` is `count`.
     """
     draws = count if draws is None else draws
     times = np.zeros(count, np.int64)

@@ -1,15 +1,13 @@
 """A shuffle that computes each index on demand, as a keyed bijection of [0, count).
 
-A stored permutation of a thousand million records takes 8 GB on every rank. A bijection stores only
-its count and key: the record at position k of an epoch is ``Bijection(count, key)(k)``.
+A stored permutation of 10^9 records takes 8 GB on every rank. A bijection stores only its count and
+key: the record at position k of an epoch is ``Bijection(count, key)(k)``.
 
     a number of 2b bits    left | right    8 rounds: left, right = right, left ^ hash(right, key)
 
-Each of the 8 Feistel rounds can be inverted, whatever the hash function is, so the rounds together
-are a bijection of the numbers of 2b bits, [0, 4^b). Here b is the smallest number for which 4^b >=
-count. A result outside [0, count) goes through all rounds again until it is in [0, count) (cycle
-walking). With cycle walking the map of [0, count) is still a bijection, and a value goes through
-all rounds at most 4 times on average.
+Each of the 8 Feistel rounds can be inverted, so together they are a bijection of [0, 4^b), where b
+is the smallest number for which 4^b >= count. A result outside [0, count) goes through all rounds
+again (cycle walking), on average at most 4 times.
 
 References: Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom
 functions", SIAM Journal on Computing 17(2), 1988 (the rounds, from Feistel); Black and Rogaway,
@@ -30,12 +28,7 @@ _MIX = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 class Bijection:
     """A one-to-one map of [0, count) onto itself, which depends only on `count` and `key`.
 
-    Parameters
-    ----------
-    count : int
-        From 1 to 2^62.
-    key : sequence of int
-        Integers of 0 or more, such as (seed, epoch).
+    `count` is from 1 to 2^62, and `key` a sequence of integers of 0 or more, such as (seed, epoch).
     """
 
     def __init__(self, count: int, key):

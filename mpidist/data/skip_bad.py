@@ -3,14 +3,10 @@
     take([4, 8, 15])  fails      take([4]) good, take([8]) fails, take([15]) good
                                  batch of 4 and 15, and BadRecord(8, reason)
 
-If a source raises an exception for a batch, the samples of this batch are taken one by one to find
-the bad records. A source should raise `BadRecord` for a bad record, but other exceptions are
-handled too. A batch without a bad record costs no additional time.
-
-If no sample of a batch can be taken, because reading a file fails or memory is missing, a few other
-records of the source are tried as well. If the few other records fail in the same way, the whole
-source is unavailable, and no record counts as bad. While the source is unavailable, the batch is
-tried again a few times.
+If a source raises an exception for a batch, its samples are taken one by one to find the bad
+records. A source should raise `BadRecord` for a bad record, but any exception is handled. If
+nothing can be read, because reading fails or memory is missing, no record counts as bad, and the
+batch is tried again a few times.
 """
 
 from __future__ import annotations
@@ -48,13 +44,9 @@ class Batch(NamedTuple):
 
 
 class BadRecordFilter:
-    """Takes the good samples of a source. Only one thread at a time may use this object.
+    """Takes the good samples of a source, from one thread at a time.
 
-    Parameters
-    ----------
-    source : Source
-    finite : bool
-        Whether a sample with a NaN or an infinity counts as a bad record.
+    With `finite`, a sample with a NaN or an infinity counts as a bad record.
     """
 
     def __init__(self, source: Source, finite: bool = False):
@@ -65,9 +57,9 @@ class BadRecordFilter:
     def take(self, indices: np.ndarray) -> Batch:
         """Return the good samples at `indices`, and a list of the bad ones, as a `Batch`.
 
-        Raises SourceError if no record of the source could be read in several tries. Raises
-        ConfigError if the source returned a wrong number of samples. Raises the exception of the
-        source if no single record is the cause of this exception.
+        Raises SourceError if no record of the source could be read in several tries, ConfigError if
+        the source returned a wrong number of samples, and the source's exception if no single
+        record causes it.
         """
         for number in range(1, TRIES + 1):
             try:
@@ -93,10 +85,7 @@ class BadRecordFilter:
         ) from cause
 
     def together(self, indices: np.ndarray) -> tuple | None:
-        """Return the samples at `indices` by one call of the source, or None if not all are good.
-
-        None means that a sample is bad or that the source raised an exception.
-        """
+        """Return the samples at `indices` from one call of the source; None if not all are good."""
         try:
             batch = self._checked(self.source.take(indices), indices)
         except Exception:

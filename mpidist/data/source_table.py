@@ -1,7 +1,6 @@
 """The data sources that a job file can name.
 
-To add a data source, write a function that returns the train and the test source, and add a line
-with its name to this module.
+To add one, write a function that returns a train and a test source, and add it to this module.
 """
 
 from __future__ import annotations

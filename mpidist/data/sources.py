@@ -16,12 +16,13 @@ class Source(Protocol):
     """The methods that a data set must have for training.
 
     Every rank has a source of the same length. `take` raises ``BadRecord(index, reason)`` for a
-    record that cannot be used. A source may have four optional attributes: ``name``, ``reads``,
-    ``finite`` and ``remote``. ``name`` is used in messages about bad records. ``reads = True`` says
-    that a thread should read batches ahead; `take` is then called in this thread. ``finite = True``
-    says that the source itself checks that all numbers are finite. ``remote = False`` says that
-    `md.train`, when it starts, may read the first and the last record, to compare them between the
-    ranks.
+    record that cannot be used. Four attributes are optional:
+
+    - ``name``: the name in messages about bad records.
+    - ``reads = True``: a thread should read batches ahead, so `take` is called in this thread.
+    - ``finite = True``: the source itself checks that all numbers are finite.
+    - ``remote = False``: `md.train` may read the first and the last record when it starts, to
+      compare them between the ranks.
     """
 
     def __len__(self) -> int:
@@ -84,10 +85,9 @@ class Derived:
     ----------
     source : Source
     function : callable
-        A function that gets the arrays of a batch as arguments, and returns a tuple of arrays with
-        the same first axis. The result for a sample must not depend on the other samples of the
-        batch. If a thread reads batches ahead, the function runs in this thread. A sample for which
-        the function raises an exception counts as a bad record.
+        Gets the arrays of a batch as arguments, and returns a tuple of arrays with the same first
+        axis. The result for a sample must not depend on the other samples. The function may run in
+        another thread, and its exception makes a sample a bad record.
     """
 
     def __init__(self, source: Source, function: Callable[..., tuple]):
@@ -143,11 +143,9 @@ class Items(_OneByOne):
 class Stream(_OneByOne):
     """A source that reads an iterable of samples; the first `count` samples are one epoch.
 
-    Since an iterable can be read only in order, each rank also reads the samples of the other ranks
-    and drops them, and a resumed run reads all used samples again. Use a stream with
-    ``shuffle="none"`` and an iterable that is cheap to read, or give each rank its own iterable
-    (mode "grid" of `sharding.shard`). The indices of a batch should ascend, because going back to
-    an earlier sample restarts the iterable.
+    An iterable can be read only in order. So each rank also reads the samples of the other ranks, a
+    resumed run reads all used samples again, and going back to an earlier sample restarts the
+    iterable. Use a stream with ``shuffle="none"`` and an iterable that is cheap to read.
 
     Parameters
     ----------
@@ -200,10 +198,7 @@ def as_source(data) -> Source:
 
 
 def check_split(kind: str, train, count: int, path) -> int:
-    """Return `train`, the number of training samples, if it leaves at least one test sample.
-
-    Raises ConfigError otherwise. `count` is the number of all samples in the file `path`.
-    """
+    """Return `train`, a number of training samples; ConfigError unless 0 < `train` < `count`."""
     if isinstance(train, bool) or not isinstance(train, int) or not 0 < train < count:
         raise ConfigError(
             f"{kind}: train is {train!r}, expected from 1 to {count - 1}: {path} has {count} "

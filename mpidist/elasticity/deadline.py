@@ -24,7 +24,7 @@ FIRST = 10
 
 
 class EvictionLimits(NamedTuple):
-    """The seconds after which a rank is evicted (killed by the other ranks); `inf` for never.
+    """The seconds after which the other ranks evict (kill) a rank; `inf` for never.
 
     `stopped` is for a process that a signal has stopped, `silent` for one whose threads do not run,
     and `late` for one that computes while others wait.
@@ -36,25 +36,20 @@ class EvictionLimits(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """The longest time between two checks that still count as seeing one stop of a process.
-
-        If more time is between two checks that find the process stopped, the process may have run
-        between them. Then it counts as stopped only since the second check.
-        """
+        """The longest time in seconds between two checks that see one stop of a process."""
         return max(0.1, min(1.0, self.stopped / 2))
 
     @property
     def tick(self) -> float:
-        """Seconds between two beats (signs of life that a rank writes)."""
+        """Seconds between two signs of life that a rank writes."""
         return max(0.02, min(0.5, self.stopped / 8))
 
 
 class Deadline(NamedTuple):
-    """The checked arguments `deadline` and `slow`, which say when a rank is evicted (killed).
+    """The checked arguments `deadline` and `slow` of `md.elastic`.
 
-    `late` is the number of seconds for which a rank may compute while others wait: 0 for the
-    argument "auto", and `inf` for "stopped". `slow` is the factor by which a rank may need more
-    time for a step than the others; 0 means any factor.
+    `late` is the number of seconds for which a rank may compute while others wait: 0 stands for the
+    argument "auto", and `inf` for "stopped".
     """
 
     late: float = inf
@@ -65,10 +60,7 @@ class Deadline(NamedTuple):
     ) -> EvictionLimits:
         """Return the seconds after which a rank is evicted (killed by the other ranks).
 
-        `steps` says how many seconds each of this rank's newest steps took.
-
-        `first` says whether this is the first step, or the first step after a change of the group.
-        `repairs` says whether the ranks now form a new communicator after a death.
+        `first` marks the first step on a communicator, and `repairs` the repair after a death.
         """
         late, stopped = self.late, PATIENCE if self.late == inf else self.late
         if self.late == 0:
@@ -81,7 +73,7 @@ class Deadline(NamedTuple):
 
 
 def parse_deadline(deadline="stopped", slow=0) -> Deadline:
-    """Return the arguments `deadline` and `slow` of `md.elastic`, or raise ConfigError."""
+    """Check the arguments `deadline` and `slow` of `md.elastic`. Raises ConfigError."""
     if isinstance(deadline, str):
         late = {"stopped": inf, "auto": 0.0}.get(deadline)
     else:

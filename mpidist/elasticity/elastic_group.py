@@ -6,9 +6,9 @@
     SYNC     ranks that are behind get the state of the newest living rank (`peer_state`)
     RUN      the ranks repeat the interrupted step
 
-After a death at any of these points, the ranks start again with BROKEN. A step is done on a rank
-when this rank has changed its state (`Group.done`). If a living rank has done a step, the step is
-not repeated, because SYNC gives the other ranks its result. So each step is done exactly once.
+If any living rank has done a step, the other ranks get its state in SYNC, and the step is not
+repeated. So each step is done exactly once. After a death during these phases, the ranks start
+again with BROKEN.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ working: list[Group] = []
 class ElasticStep(int):
     """The number of a step, and a context manager for the body of the step.
 
-    If the ``with`` block ends without an exception, the step is done. If a rank dies, the block
-    ends early without an exception, and the loop yields the same number again.
+    If a rank dies, the ``with`` block ends early without an exception, and the loop yields the same
+    number again.
     """
 
     _group: Group
@@ -73,16 +73,15 @@ class Group:
     Attributes
     ----------
     comm : MPI.Intracomm
-        The communicator of the living ranks. When a rank has died, `comm` is a new communicator.
-        Communicators, arenas (shared memory) and plans (prepared collectives) that were made from
-        an older one raise ClosedError.
+        The communicator of the living ranks. After a death it is a new communicator, and whatever
+        mpidist has made from the old one raises ClosedError.
     rank, size : int
         The rank of this process in `comm`, and the number of living ranks.
     step : int
         The number of this rank's next step; this rank has done all steps before it.
     deaths, evicted : int
-        How many ranks have died so far, and how many of them were evicted (killed by the other
-        ranks, for example because they were stopped, hung or were slow).
+        How many ranks have died so far, and how many of them the other ranks have killed because
+        they were stopped, hung or slow.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class Group:
 
     @property
     def spares(self) -> int:
-        """The number of living spare ranks, which wait to replace dead ranks, outside `comm`."""
+        """The number of living ranks outside `comm` that wait to replace dead ranks."""
         return self._members.active.count(False)
 
     @property
@@ -147,17 +146,16 @@ class Group:
     def on_resize(self, function: Callable[[int, int], Any]) -> None:
         """Register a function that is called as ``function(old_size, new_size)`` after each death.
 
-        All living ranks, parameter servers too, call the function when their state is up to date
-        and before the interrupted step is repeated. The function may make what the program needs
-        from the new `comm`.
+        All living ranks, parameter servers too, call it when their state is up to date and before
+        the interrupted step is repeated.
         """
         self._on_resize.append(function)
 
     def done(self, step: int) -> None:
         """Declare that this rank has done `step` and that its state has the result.
 
-        Call this method as soon as the state has the result of the step. If a rank dies after this
-        call, the step is not repeated. No message is sent.
+        Call this method as soon as the state has the result; the step is then not repeated after a
+        death.
         """
         if step != self.step:
             raise ProtocolError(f"done({shown(step)}): step {self.step} is the next one")
@@ -168,9 +166,8 @@ class Group:
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context manager for work for which the other ranks may have to wait.
 
-        `name` is "save", "data", "evaluate" or "plan" (measure and choose). In the ``with`` block
-        this rank is not evicted (killed by the other ranks) if it takes long, or if a native call
-        holds Python's global lock.
+        `name` is "save", "data", "evaluate" or "plan". In the ``with`` block, this rank is not
+        evicted (killed by the other ranks) for taking long.
         """
         return polling.phase(name)
 
@@ -178,12 +175,10 @@ class Group:
         """Yield the numbers of the steps ``first, ..., last - 1``. Collective.
 
         Each number is an `ElasticStep`, whose ``with`` block is the body of the step. Steps that
-        are already done are left out. So the numbers in a second loop must be larger than those in
-        the first. When the loop has ended, all living ranks have done all steps.
+        are already done are left out. At the end of the loop, all living ranks have done all steps.
 
-        With ``together=False`` the loop does not wait for the other ranks at its end. Workers of
-        parameter servers need this, because the servers do no steps. It is only allowed in
-        `run_elastic`.
+        With ``together=False``, which works only in `run_elastic`, a rank does not wait for the
+        others at the end of its loop.
         """
         if not together and not self._restarts:
             raise ConfigError("steps: together=False needs md.run_elastic")
@@ -222,7 +217,7 @@ class Group:
     def _all_here(self, done: bool = False, result: bytes = b"") -> bool:
         """Wait until all ranks have come here; return False on all living ranks if one has died.
 
-        With `done`, the spares (which wait to replace dead ranks) receive `result` and end.
+        With `done`, ranks that wait to replace dead ranks receive `result` and end.
         """
         # At the end of a function, this text must not contain the step, because servers do no steps
         # and all ranks must have the same text.
@@ -250,11 +245,8 @@ class Group:
     ) -> T:
         """Call `function`, and again after each death of a rank; return its result. Collective.
 
-        `broken` is called after a death, before the living ranks form a new communicator. A spare
-        (a rank that waits to replace a dead one) then calls `function`, too. A spare that is never
-        needed returns the result of rank 0, which is sent as bytes: `encode` makes at most 4,000
-        bytes from the result, and `decode` makes the result from them. If the other ranks end
-        without a result, the process of the spare exits.
+        `broken` is called after each death. A rank that waits in vain to replace a dead one gets
+        rank 0's result, which `encode` turns into at most 4,000 bytes, and `decode` back.
         """
         working.append(self)
         try:
@@ -386,9 +378,7 @@ class Group:
     def _check_living(self, ranks: list[int]) -> None:
         """Raise RankFailure if the program cannot go on with these ranks in `comm`.
 
-        `ranks` are numbers in the communicator with which the group was made. All living ranks,
-        also spares (which wait to replace dead ranks), call this method with the same numbers.
-        Subclasses override it.
+        `ranks` are numbers in the first communicator. Subclasses override this method.
         """
 
     @property
@@ -400,7 +390,7 @@ class Group:
         return [self._number[name] for name in compress(members.names, members.active)]
 
     def _fate(self, name: str) -> str:
-        """Return in words why a rank was evicted; "" if this rank knows no reason."""
+        """Return in words why a rank was evicted; "" if unknown."""
         why, amount = self.watch.board.fate(self._number[name])
         return cause_in_words(why, amount) if why else ""
 
@@ -414,10 +404,8 @@ def _numbered(names: list[str]) -> tuple[tuple[str, ...], int]:
 
 
 def _first_of(comm, table: dict) -> dict:
-    """Return rank 0's table of selected collective algorithms. Collective over `comm`.
-
-    The ranks' tables are nearly always equal, so rank 0 sends its table only if they differ.
-    """
+    """Return rank 0's table of selected collective algorithms. Collective over `comm`."""
+    # The tables are nearly always equal, so rank 0 sends its table only if they differ.
     doing = "md.elastic: chosen algorithms"
     return run_on_all(comm, doing, lambda: table, lambda tables: tables[0], if_differs=True)
 
@@ -425,16 +413,8 @@ def _first_of(comm, table: dict) -> dict:
 def is_smaller_side(before: Sequence[str], living: Sequence[str]) -> bool:
     """Return whether the ranks `living` must end, because the missing ranks may go on instead.
 
-    If the network fails for so long that TCP gives up, the ranks may fall into two parts that
-    cannot reach each other, and each part believes that the other is dead. Only one part may go on,
-    because otherwise two jobs would write the same files. The part with more ranks goes on. If both
-    have the same number, the part with the first rank goes on. A missing rank is really dead if its
-    host has a living rank, because ranks of one host do not need the network.
-
-    Parameters
-    ----------
-    before, living : sequence of str
-        Names such as ``rank 3 of 8 on n2``, before the death and now.
+    If a network failure cuts the job in two, only one part may go on: the part with more ranks, or,
+    if they are equal, the part with the first rank.
     """
     here = {host(name) for name in living}
     far = [name for name in before if host(name) not in here]

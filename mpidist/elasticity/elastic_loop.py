@@ -5,8 +5,7 @@
     md.run_elastic(comm, f, state)     after a death the function f is called again; its loop leaves
                                        out the steps that are done
 
-Both functions check on all ranks whether the job can survive a death. Then they make an
-`elastic_group.Group`.
+Both functions first check on all ranks whether the job can survive a death.
 """
 
 from __future__ import annotations
@@ -56,13 +55,9 @@ def _open(comm, state, min_ranks, deadline, restarts: bool, spares=0) -> Group:
 
 
 def check_possible(comm, min_ranks, spares=0) -> dict:
-    """Check that this job can go on after a death; return the settings of its elastic group.
+    """Check that this job can go on after a death; return settings that all ranks must share.
 
-    Raises ConfigError if the job cannot, for example because the MPI library has no ULFM (MPI's
-    extension for dead ranks).
-
-    This function itself sends no messages. Call it on all ranks through `same_on_all`, which
-    compares the returned settings.
+    Raises ConfigError if it cannot.
     """
     if checked_whole("spares", spares, 0) >= comm.size:
         raise ConfigError(f"spares={spares}: at least one of {comm.size} ranks must work")
@@ -99,25 +94,25 @@ def elastic(
     """Let the loop in the ``with`` block go on when ranks die. Collective over `comm`.
 
     The job must be started with Open MPI by ``mpirun --with-ft ulfm``. Use ``group.comm``, and not
-    `comm`, inside the block. The body of a step is itself a ``with`` block, which ends early if a
-    rank dies; the loop then yields the same step again, on the living ranks.
+    `comm`, inside the block. The body of a step is itself a ``with`` block. It ends early if a rank
+    dies, and the loop repeats the step on the living ranks.
 
     Parameters
     ----------
     comm : MPI.Intracomm
     state : dict, or a function that returns a dict
         All data that the steps change: arrays of any shape and dtype, and numbers, in nested dicts.
-        If `state` is a function, its dict may contain only arrays. After a death, the state of the
-        living rank with the most steps is copied to the ranks that are behind, in place. A step
-        must change the state after its last communication, and must end directly after the change.
+        The dict of a function may contain only arrays. After a death, ranks that have done fewer
+        steps get the newest state, in place. A step must change the state after its last
+        communication, and must end directly after the change.
     min_ranks : int
         If fewer ranks live, all ranks raise RankFailure.
     deadline : str or float
-        When a rank is evicted, which means that the other ranks of its node kill it and go on
-        without it. With "stopped", a rank is evicted if it has been stopped (SIGSTOP) for 5 s, or
-        if its threads have not run for 5 s. With a number of seconds, a rank is evicted if it has
-        been stopped for this time, or has computed for this time while other ranks waited. With
-        "auto", this time is 20 median steps, but at least 1 s. See docs/elastic.md.
+        When the other ranks of a node kill a rank in order to go on without it. With "stopped",
+        this happens after its process has been stopped (SIGSTOP), or its threads have not run, for
+        5 s. A number of seconds replaces the 5 s for a stopped process, and a rank is then also
+        killed after it has computed for so long while other ranks waited. With "auto", the number
+        is the time of 20 median steps, but at least 1 s.
 
     Returns
     -------
@@ -169,20 +164,17 @@ def run_elastic(
     """Call ``function(group)``, and call it again after each death. Collective over `comm`.
 
     If a rank dies, a communication call in the function raises RankFailure, which the function must
-    not catch. The function is then called again on the living ranks, with the newest state. The
-    function may call any collective on ``group.comm``, and may make from ``group.comm`` what it
-    needs, such as plans (prepared collectives). ``group.steps`` leaves out the steps that are
-    already done.
+    not catch. The function is then called again on the living ranks, with the newest state.
+    ``group.steps`` leaves out the steps that are already done.
 
-    The last `spares` ranks of `comm` are spares: they wait, using 1 % of a core each, and are not
-    in ``group.comm``. After a death, the first spare replaces the dead rank: the group keeps its
-    size, and the spare calls `function`, too. The docstring of `elastic` explains the other
-    arguments and the errors.
+    The last `spares` ranks of `comm` wait, using 1 % of a core each. After a death, the first of
+    them replaces the dead rank and calls `function`, too. The docstring of `elastic` explains the
+    other arguments and the errors.
 
     Returns
     -------
     object
-        The result of the last call of the function; None on a spare that was never needed.
+        The result of the last call of the function; None on a rank that waited in vain.
     """
     group = _open(comm, state, min_ranks, deadline, restarts=True, spares=spares)
     return group.repeat(lambda: function(group))

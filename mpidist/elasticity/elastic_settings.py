@@ -18,26 +18,24 @@ class Elastic:
     min_ranks : int
         If fewer ranks live, the run ends with the error RankFailure.
     spares : int
-        The last `spares` ranks wait and do not train. After a death, a spare replaces the dead
-        rank, so the number of ranks that train stays the same.
+        The last `spares` ranks do not train; they wait to replace dead ranks.
     deadline : "stopped", "auto" or float
-        When the other ranks of a node evict (kill) a rank. With "stopped", a rank is evicted after
-        it has been stopped for 5 seconds. With a number, a rank is evicted after it has been
-        stopped for this number of seconds, or has computed for so long while other ranks waited.
-        With "auto", the number is the time of 20 median steps.
+        When the other ranks of a node kill a rank in order to go on without it. With "stopped",
+        this happens after its process has been stopped for 5 seconds. A number of seconds replaces
+        these 5 seconds, and a rank is then also killed after it has computed for so long while
+        other ranks waited. With "auto", the number is the time of 20 median steps.
     slow : float
-        A rank is evicted if it needs this many times as long for a step as the median of the other
-        ranks, in the last ten steps and in the ten steps before. 0 switches this off.
+        A rank is killed if it needs this many times as long for a step as the median of the other
+        ranks, in 20 steps in a row. 0 switches this off.
     copies : "memory", "none" or int
         Under ``mpidist launch --elastic``, each node keeps a copy of the state in its memory. If
         the ranks cannot go on after a death, `mpidist launch` starts them again from this copy. A
-        number says how many steps are between two copies. With "memory", the copies are made so
-        often that they take at most 3 % of the time. With "none", there are no copies.
+        number is the number of steps between two copies. With "memory", making the copies takes at
+        most 3 % of the time.
     on_exception : "end" or "evict"
         What happens if the model, the reading of data or a callback raises an exception on one
-        rank: with "end" the job ends, and with "evict" only this rank is evicted. Even with
-        "evict", the job ends if more than half of the ranks raise, or if another rank raises when
-        the step is repeated.
+        rank: with "end" the job ends, and with "evict" only this rank ends. The job always ends if
+        more than half of the ranks raise, or if a rank raises when the step is repeated.
     """
 
     min_ranks: int = 1
@@ -59,15 +57,12 @@ class Elastic:
 
     @property
     def every(self) -> int | str | None:
-        """How often nodes copy their state to memory (`every` of `MemoryCopies`); None: never."""
+        """How often nodes copy their state, as `MemoryCopies` takes it; None for never."""
         return {"memory": "auto 1h", "none": None}.get(str(self.copies), self.copies)
 
 
 def as_elastic(given) -> Elastic:
-    """Return the settings for the argument `elastic` of `md.train`.
-
-    Raises ConfigError if the argument is wrong.
-    """
+    """Return the settings for the argument `elastic` of `md.train`. Raises ConfigError."""
     if given is True:
         return Elastic()
     if isinstance(given, Elastic):

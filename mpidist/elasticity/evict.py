@@ -1,16 +1,15 @@
 """Decide which ranks of a node are evicted, and kill their processes.
 
-If the other ranks went on without a rank that hangs, this rank could wake up later and write into
-their files and shared memory. So the other ranks first kill its process by SIGKILL, and then repair
-the group as after any death. There are three causes, each with a limit in seconds:
+A rank that hangs could wake up later and write into files and shared memory that the others use. So
+the others first kill its process by SIGKILL, and then go on as after any death. There are three
+causes, each with a limit in seconds:
 
     stopped   the process is in state T of /proc (SIGSTOP)                  `EvictionLimits.stopped`
     silent    its threads do not run: a native call holds Python's lock     `EvictionLimits.silent`
     late      it computes, while at least as many ranks wait as are late    `EvictionLimits.late`
 
-While a rank saves, loads data, evaluates or plans (`Group.phase`), it may take any time, and is
-evicted only if it is stopped. A process that a debugger has stopped (state t) is never evicted.
-This module uses no MPI.
+A rank that saves, loads data, evaluates or measures (`Group.phase`) is evicted only if it is
+stopped.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from .node_board import (
 
 
 class Eviction(NamedTuple):
-    """A rank that the others must evict (kill), the cause, and how long they have waited for it."""
+    """A rank that must be killed, the number of the cause, and the seconds others have waited."""
 
     rank: int
     why: int
@@ -49,20 +48,19 @@ class Eviction(NamedTuple):
 def whom_to_evict(
     records: Sequence[Record], now: float, limits: EvictionLimits, fresh: float = -inf
 ) -> tuple[list[Eviction], float]:
-    """Return the ranks of this node that must be evicted (killed) now, and when to check again.
+    """Return the ranks of this node that must be killed now, and the time of the next check.
 
     Parameters
     ----------
     records : sequence of Record
-        What the living ranks of the node show of themselves: see `node_board`.
+        The records of the living ranks of the node (`node_board`).
     now : float
         The current time, in seconds of CLOCK_MONOTONIC.
     limits : EvictionLimits
         After how many seconds a stopped, silent or late rank is evicted.
     fresh : float
-        The time since which the calling process itself has run without being stopped. All earlier
-        times in `records` count as this time. So if a batch system stops the whole job and
-        continues it later, no rank is evicted because of the pause.
+        The time since which the calling process has run without being stopped. Earlier times in
+        `records` count as this time, so a pause of the whole job evicts nobody.
     """
     late = {
         one.rank: one
@@ -94,12 +92,10 @@ def whom_to_evict(
 
 
 def update_stop(one: Record, now: float, gap: float) -> Record:
-    """Return the record with the time since which its process is stopped, after a check.
+    """Return the record with the times at which its process was first and last seen stopped.
 
-    A record says what a rank shows of itself (`node_board`). Its field `seen` is the time since
-    which the process counts as stopped, and `last` is the time of this check; both are 0 if the
-    process is not stopped. If the process has shown a sign of life since `seen`, or if no rank has
-    checked for `gap` seconds, the process may have run in between, so its stop counts from now.
+    If the process may have run between two checks, because more than `gap` seconds lie between
+    them, it counts as stopped only since `now`.
     """
     if one.state != "T":
         return one._replace(seen=0.0, last=0.0)
@@ -109,10 +105,7 @@ def update_stop(one: Record, now: float, gap: float) -> Record:
 
 
 def kill(one: Record) -> bool:
-    """Kill the process that a record describes by SIGKILL; return whether it still existed.
-
-    If another process now has the same process number, it is not killed.
-    """
+    """Kill the process of a record by SIGKILL; return whether the process still existed."""
     try:
         process = os.pidfd_open(one.pid)
     except ProcessLookupError:
@@ -137,10 +130,7 @@ def kill(one: Record) -> bool:
 
 
 def end_itself(line: str, why: str, **facts) -> None:
-    """Print `line` if it is not empty, and end this process; the other ranks go on.
-
-    `why` is the reason for the event log. Never returns.
-    """
+    """Print `line` if it is not empty, write `why` to the event log, and kill this process."""
     events.emit("evicts_itself", why=why, **facts)
     if line:
         print(f"mpidist: {line}", file=sys.stderr, flush=True)
@@ -149,12 +139,7 @@ def end_itself(line: str, why: str, **facts) -> None:
 
 
 def cause_in_words(why: int, amount: float) -> str:
-    """Return in words why a rank was evicted (killed), as a part of a sentence about that rank.
-
-    `why` is the number of the cause. `amount` is, depending on the cause, the seconds for which
-    others have waited for the rank, the factor by which it was slow, or the step in which it
-    raised.
-    """
+    """Return in words why a rank was evicted (killed); the words follow the name of the rank."""
     seconds = f"{amount:.0f} s" if amount >= 2 else f"{amount:.1f} s"
     return {
         STOPPED: f"was stopped for {seconds}",

@@ -1,17 +1,14 @@
-"""Evict a rank whose own code raises an exception (``on_exception = "evict"``).
+"""End only the rank whose code raises an exception (``on_exception = "evict"``).
 
-If a GPU fails, or a host has no free memory, one rank raises an exception, and the other ranks can
-go on without it. Other exceptions must end the job: a mistake in the program raises on all ranks,
-and a bad sample raises again on the rank that gets it when the step is repeated. So a rank that
-raises an exception sends all ranks a message about it, and then waits for a moment for such
-messages of other ranks. It ends itself only if all of these conditions are true:
+If a GPU fails or a host has no free memory, one rank raises an exception, and the others can go on.
+But a mistake in the program raises on all ranks, and a bad sample raises again when its step is
+repeated. So a rank that raises tells all others, waits a moment for their messages, and ends itself
+only if all of these conditions are true:
 
     at most half of the workers raise              otherwise the mistake is in the program
     no rank has raised and was evicted in this     otherwise the mistake is in the data
     step before
     at least `min_ranks` ranks are left            otherwise the other ranks may not go on
-
-The rank then prints its traceback and ends itself by SIGKILL. The others go on as after any death.
 """
 
 from __future__ import annotations
@@ -38,21 +35,11 @@ _RAISES = 11
 
 
 class EvictOnException:
-    """A context manager for the user's code: a rank that raises in it may be evicted alone.
+    """A context manager for the user's code: a rank that raises in it may end alone.
 
-    An evicted rank ends its process at the end of the block, and the other ranks go on without it.
-    Exceptions of mpidist leave the block as usual, because mpidist has already reported them to the
-    other ranks. Without a group, all exceptions leave the block. One object can be used for many
-    ``with`` blocks.
-
-    Parameters
-    ----------
-    group : Group, optional
-        The living ranks, which go on without this rank.
-    step : function
-        A function that returns the number of steps that this rank has done.
-    servers : int
-        The number of ranks of the group that are servers, which do not run the user's code.
+    Exceptions of mpidist leave the block as usual. ``step()`` must return the number of steps that
+    this rank has done, and `servers` is the number of ranks of the `group` that do not run the
+    user's code.
     """
 
     def __init__(self, group: Group | None = None, step: Callable[[], int] = int, servers: int = 0):
@@ -81,10 +68,7 @@ class EvictOnException:
 
 
 def _count_notes(base: MPI.Intracomm) -> int:
-    """Tell all ranks of `base` that this rank raises; return how many other ranks raise, too.
-
-    Not collective: only ranks that raise call this function.
-    """
+    """Tell all ranks of `base` that this rank raises; return how many other ranks raise, too."""
     found, until = 0, time.monotonic() + HOLD_BACK
     with suppress(MPI.Exception):  # a rank may die in the meantime
         notes = send_notes(base, _RAISES)

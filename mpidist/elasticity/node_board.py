@@ -1,15 +1,12 @@
-"""A board: shared memory in which each rank of a node shows what it does, without MPI calls.
+"""Shared memory in which each rank of a node shows what it does, without MPI calls.
 
     rank 0   pid 4711   beat 12.5 s   wait      since 12.1 s   step 812
     rank 1   pid 4712   beat 12.4 s   wait      since 12.1 s   step 812
     rank 2   pid 4713   beat 12.0 s   compute   since 11.9 s   step 812      stopped?
     rank 3   pid 4714   beat 12.3 s   save      since  7.0 s   step 812      not evicted
 
-The record of each rank has a memory page of its own, in a file in /dev/shm whose name has been
-removed. All times come from CLOCK_MONOTONIC. This clock is the same for all processes of a host,
-and does not advance while the machine is suspended. A record stays after its process has ended, so
-the living ranks of a node can read why a rank was evicted. The board is made once, and is used
-further when ranks die.
+The memory is called a board, and what one rank writes there is its record. A record stays after its
+process has ended, so the living ranks can read why a rank was evicted.
 """
 
 from __future__ import annotations
@@ -39,14 +36,11 @@ _SEEN, _LAST, _WHY, _AMOUNT, _FIELDS = range(8, 13)
 
 
 class Record(NamedTuple):
-    """The record of one rank of the node. Times are in seconds of CLOCK_MONOTONIC.
+    """What one rank of the node shows. Times are in seconds of CLOCK_MONOTONIC.
 
-    `rank` is the rank in the communicator with which the board (the shared memory for the records)
-    was made. `beat` is the time of the rank's last sign of life. `phase` is the number of what the
-    rank does, such as waiting or saving. `since` is the time at which the phase began, or at which
-    the rank finished its newest step in this phase. `seen` and `last` are the first and the last
-    time at which another rank saw that the process was stopped. `state` is the state letter in
-    /proc/PID/stat, or "X" if the process has ended.
+    `beat` is the time of the last sign of life. `phase` is the number of what the rank does, such
+    as waiting or saving, and `since` the time at which this or its newest step began. `state` is
+    the letter of the state in /proc/PID/stat, or "X" if the process has ended.
     """
 
     rank: int
@@ -71,9 +65,8 @@ class NodeBoard:
     rank : int
         The rank of this process in `comm`. This number stays the same when other ranks die.
     fates : dict of int -> (int, float)
-        For each rank that was evicted (killed by other ranks), as far as this process knows: the
-        number of the cause, and an amount (seconds, a factor or a step, see
-        `evict.cause_in_words`).
+        For each rank that is known to be evicted (killed by other ranks): the number of the cause,
+        and an amount (see `evict.cause_in_words`).
     """
 
     def __init__(self, comm: MPI.Intracomm):
@@ -104,18 +97,15 @@ class NodeBoard:
     # -- the record of this rank -----------------------------------------------------------
 
     def beat(self, now: float) -> None:
-        """Write the time `now` to this rank's record: the threads of this process run."""
+        """Write the time `now` as a sign of life of this process."""
         self._mine[_BEAT] = now
 
     def last_beat(self) -> float:
-        """Return the time of this rank's last sign of life, which `beat` has written."""
+        """Return the time of this rank's last sign of life."""
         return self._mine[_BEAT]
 
     def show(self, phase: int, now: float) -> int:
-        """Show the other ranks that this rank begins `phase`; return the phase before.
-
-        A phase is the number of what a rank does, such as waiting or saving.
-        """
+        """Show other ranks what this rank does now, as a number; return the number before."""
         before, self._mine[_SINCE] = int(self._mine[_PHASE]), now
         # Written after the time, so that no reader finds a new phase with an old time.
         self._mine[_PHASE] = phase
@@ -128,11 +118,7 @@ class NodeBoard:
     # -- all records -----------------------------------------------------------------------
 
     def read(self, known: Container[int] | None = None) -> list[Record]:
-        """Return the records of the living ranks on this node and in this container, in rank order.
-
-        The field `state` of a record is read from /proc only for the ranks in `known` (by default
-        all).
-        """
+        """Return the records of the living ranks on this node and in this container, by rank."""
         space, found = self._mine[_SPACE], []
         for view in self._records:
             pid, birth, where, rank, beat, phase, since, step, seen, last, why, _ = view.tolist()
@@ -153,33 +139,22 @@ class NodeBoard:
         view[_SEEN], view[_LAST] = one.seen, one.last
 
     def note_fate(self, rank: int, why: int, amount: float) -> None:
-        """Write to the shared memory why a rank is evicted (killed).
-
-        `why` is the number of the cause, 0 for none. `amount` is a number of seconds, a factor or a
-        step, see `evict.cause_in_words`.
-        """
+        """Write why a rank is evicted (killed); `evict.cause_in_words` explains the arguments."""
         self.fates[rank] = why, amount
         if (view := self._view(rank)) is not None:
             view[_AMOUNT] = amount
             view[_WHY] = why
 
     def fate(self, rank: int) -> tuple[int, float]:
-        """Return why `rank` was evicted (killed): (number of the cause, amount).
-
-        The amount is a number of seconds, a factor or a step. The result is (0, 0.0) if no cause is
-        known.
-        """
+        """Return why `rank` was evicted, as (number of the cause, amount); (0, 0.0) if unknown."""
         view = self._view(rank)
         if view is not None and view[_WHY]:
             return int(view[_WHY]), view[_AMOUNT]
         return self.fates.get(rank, (0, 0.0))
 
     def agree_on_fates(self, comm: MPI.Intracomm) -> None:
-        """Tell all ranks which ranks were evicted (killed), and why. Collective over `comm`.
-
-        The message has an entry for each rank of the original communicator, dead or not. The length
-        of the message does not depend on known deaths, because ranks may know of different deaths.
-        """
+        """Tell all ranks which ranks were evicted (killed), and why. Collective over `comm`."""
+        # An entry for each rank, dead or not, because ranks may know of different deaths.
         known = np.array([self.fate(rank) for rank in range(self.ranks)], float)
         wait_for([comm.Iallreduce(MPI.IN_PLACE, known, MPI.MAX)], known)
         for rank in np.flatnonzero(known[:, 0]):
@@ -194,7 +169,7 @@ class NodeBoard:
 
 
 def state_of(one: Record) -> str:
-    """Return the state letter (as in /proc/PID/stat) of a record's process; "X" if it has ended."""
+    """Return the letter of the process state (as in /proc/PID/stat); "X" if it has ended."""
     state, birth = state_and_birth(one.pid)
     return "X" if birth != one.born or state in "ZX" else state
 

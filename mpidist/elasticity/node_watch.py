@@ -6,8 +6,8 @@
                   other ranks. It uses no MPI, so it works while the main threads of all ranks are
                   inside a call of MPI, such as Shrink
 
-A rank watches only ranks of its own node, in shared memory (`node_board`), so no messages are sent.
-In a step without a long wait, a rank only writes its own record there.
+A rank watches only ranks of its own node, through shared memory (`node_board`), so no messages are
+sent.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ _STEPS = 64
 
 
 class NodeWatch:
-    """Watches the other ranks of this rank's node, and evicts (kills) ranks that hold others up.
-
-    Until `close`, this object is `polling.board`, and mpidist calls it while this rank waits.
-    """
+    """Watches the other ranks of this rank's node, and kills ranks that hold others up."""
 
     def __init__(self, board: NodeBoard, deadline: Deadline):
         self.board, self.deadline = board, deadline
@@ -61,7 +58,7 @@ class NodeWatch:
     # -- what this rank shows --------------------------------------------------------------
 
     def begin_wait(self, now: float) -> int:
-        """Show the other ranks that the main thread waits now; return its phase before."""
+        """Show other ranks that the main thread waits; return the number of what it did before."""
         self.next_look = now + LOOK
         return self.board.show(WAIT, now)
 
@@ -79,11 +76,7 @@ class NodeWatch:
         self.board.show(COMPUTE, self._last_step)
 
     def end_steps(self, phase: int = PLAN) -> None:
-        """Show the other ranks that this rank does no more steps, and must not count as late.
-
-        `phase` is the number of what this rank does instead: by default "plan" (to measure and
-        choose algorithms), which may take any time.
-        """
+        """Show the other ranks that this rank does no more steps, and must not count as late."""
         self.board.show(phase, time.monotonic())
 
     def close(self) -> None:
@@ -96,10 +89,7 @@ class NodeWatch:
     # -- the others ------------------------------------------------------------------------
 
     def look(self, now: float, main: bool = True) -> None:
-        """Check the ranks of the node, if it is this rank's turn, and evict (kill) some if needed.
-
-        `main` says whether the main thread calls this method, and not the watch thread.
-        """
+        """Check the ranks of the node if no lower rank does it, and kill some if needed."""
         if not self._looking.acquire(blocking=False):
             return
         try:
@@ -162,7 +152,7 @@ class NodeWatch:
 
 
 def _forget() -> None:
-    """End the watch in a forked child process: the child is not a rank."""
+    """End the watch in a forked child process, which is not a rank."""
     polling.board = None
 
 

@@ -5,11 +5,7 @@
     rank 2   step 813   already has the same state: does nothing
     rank 3   step 812   behind: receives from rank 0
 
-No communicator is made for the ranks that send or receive, because with Open MPI 5.0.11 a rank may
-crash if another rank dies while a communicator is made.
-
-A rank changes its state only after it has received all data. So if the sender dies earlier, the
-state of each rank is still complete, and the next repair uses the newest of these states.
+A rank changes its state only after it has received all data.
 """
 
 from __future__ import annotations
@@ -39,10 +35,9 @@ _TAG = 8
 
 
 def leaves_of(state: State) -> list[tuple[Path, Any]]:
-    """Return (path, leaf) for each leaf (array or number) of a state, a nested dict.
+    """Return (path, leaf) for each array or number of a state; a path is a sequence of keys.
 
-    Raises ConfigError for a leaf that cannot be replaced by the leaf of another rank. A path is the
-    sequence of keys that leads to a leaf.
+    Raises ConfigError for a leaf that cannot be replaced by that of another rank.
     """
     found = [*leaves(state() if callable(state) else state)]
     for path, leaf in found:
@@ -58,10 +53,7 @@ def leaves_of(state: State) -> list[tuple[Path, Any]]:
 
 
 def description(state: State) -> dict[str, str]:
-    """Return {name: shape and dtype as text} for each array and number of a state.
-
-    The state is a nested dict. The result must be equal on all ranks.
-    """
+    """Return {name: shape and dtype as text} of a state, which must be equal on all ranks."""
     return {
         show(path): f"{array_of(leaf).dtype} {array_of(leaf).shape}"
         if _in_place(leaf)
@@ -71,24 +63,21 @@ def description(state: State) -> dict[str, str]:
 
 
 def size_of(state: State) -> int:
-    """Return the number of bytes of all arrays of a state, a nested dict."""
+    """Return the number of bytes of all arrays of a state."""
     return sum(array_of(leaf).nbytes for _, leaf in leaves_of(state) if _in_place(leaf))
 
 
 def bring_up_to_date(comm: MPI.Intracomm, state: State, step: int) -> int:
     """Give all ranks of `comm` the state of the rank with the largest `step`. Collective.
 
-    Arrays of the state are changed in place, and numbers are replaced in their dicts. If a rank
-    dies, MPI raises an exception, and the state of this rank does not change.
-
-    Returns
-    -------
-    int
-        The largest step; `NOTHING` (-2) if no rank has the state.
+    Arrays are changed in place, and numbers are replaced in their dicts. Returns the largest step,
+    or `NOTHING` (-2) if no rank has a state.
     """
     mine, steps = np.array([step], np.int64), np.empty(comm.size, np.int64)
     wait_for([comm.Iallgather(mine, steps)], mine, steps)
     newest, sender = int(steps.max()), int(steps.argmax())
+    # No communicator is made for these ranks: with Open MPI 5.0.11 a rank may crash if another rank
+    # dies while a communicator is made.
     line = [sender, *np.flatnonzero(steps < newest).tolist()]
     if len(line) == 1 or comm.rank not in line:
         return newest
@@ -109,12 +98,12 @@ def bring_up_to_date(comm: MPI.Intracomm, state: State, step: int) -> int:
 
 
 def _in_place(leaf) -> bool:
-    """Return whether a leaf (array or number of a state) is an array, which is changed in place."""
+    """Return whether a leaf of a state is an array, which is changed in place."""
     return is_array(leaf) and not isinstance(leaf, np.generic)
 
 
 def _check(newest: dict[str, str], mine: dict[str, str]) -> None:
-    """Raise MismatchError if the newest state and the state of this rank have different parts."""
+    """Raise MismatchError if the newest state and the state of this rank do not match."""
     text = difference([newest, mine])
     if text is not None:
         raise MismatchError(

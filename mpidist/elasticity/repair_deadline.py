@@ -6,15 +6,9 @@ In a repair, the living ranks form a new communicator, in these phases:
     SHRINK    make a smaller communicator          5 s
     REBUILD   new communicators, and the state     5 s and 10 s for each GB of state
 
-If another rank dies at a bad moment, Open MPI 5.0.11 may hang in these phases. A rank cannot cancel
-its own blocking call of MPI. Therefore a thread that does not use MPI measures the time. When a
-phase takes longer than its limit, the thread records this in the file by which `mpidist launch`
-watches the rank, and kills the process. `mpidist launch` then kills the other ranks, and starts the
-job again. Without `mpidist launch`, the process prints the reason and exits with code 70. The other
-ranks wait for this rank until their own deadlines pass, and then they end, too.
-
-MEET has a longer limit than the other phases, because a living rank may be in the middle of a step,
-and because the ranks may first have to evict a stopped rank.
+If another rank dies meanwhile, Open MPI 5.0.11 may hang in a phase, and a blocked MPI call cannot
+be cancelled. So a thread measures the time and ends the process when a phase takes too long.
+`mpidist launch` then starts the job again.
 """
 
 from __future__ import annotations
@@ -37,15 +31,7 @@ UNKNOWN_STEP, STATE_RATE = 20.0, 100e6
 
 
 class RepairDeadline:
-    """A context manager for the repair after a death: a phase that takes too long ends the process.
-
-    Parameters
-    ----------
-    who : str
-        The name of this process for the line that it prints, such as ``rank 3 of 8 on n2``.
-    state_bytes : int
-        How many bytes of state a rank may have to send to another rank.
-    """
+    """A context manager that ends this process if a phase of a repair takes too long."""
 
     def __init__(self, who: str, state_bytes: int):
         self._who, self._state_seconds = who, state_bytes / STATE_RATE
@@ -63,10 +49,7 @@ class RepairDeadline:
         self.begin("end")
 
     def begin(self, phase: str) -> None:
-        """Begin a phase of the repair, such as SHRINK, and end the phase before.
-
-        MEET, SHRINK and REBUILD have limits. Any other phase, such as "", has none.
-        """
+        """Begin a phase of the repair: MEET, SHRINK or REBUILD; any other name has no limit."""
         more = {"MEET": 3 * self._step_seconds, "REBUILD": self._state_seconds}.get(phase, 0.0)
         with self._changed:
             self._phase = phase

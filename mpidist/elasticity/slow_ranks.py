@@ -1,9 +1,7 @@
-"""Evict (end) ranks that are much slower than the others, at the end of a step (``slow = F``).
+"""End ranks that are much slower than the others, at the end of a step (``slow = F``).
 
-Each rank measures its own time of each step, and the ranks exchange the times every ten steps
-(`fault_tolerance.stragglers`). All ranks then have the same times, so they find the same slow ranks
-without another message. A slow rank prints the reason and ends itself. The other ranks go on as
-after any death. No step is lost, because all ranks have finished the step.
+The ranks exchange their own times per step every ten steps (`fault_tolerance.stragglers`). A slow
+rank prints the reason and ends itself, and the others go on as after any death.
 """
 
 from __future__ import annotations
@@ -20,12 +18,10 @@ from .node_board import SLOW, NodeBoard
 
 
 class SlowRanks:
-    """Evicts ranks that were slow in the last 20 steps. Collective over ``stragglers.comm``.
+    """Ends ranks that were slow in the last 20 steps. Collective over ``stragglers.comm``.
 
-    A rank is evicted (its process ends) if it is slow in the last ten steps and in the ten steps
-    before. After each change of the group, make a new `Stragglers` and a new `SlowRanks`. Call
-    `end_of_step` on all ranks at the end of each step, after the step is done and after
-    ``stragglers.note``:
+    After each change of the group, make a new `Stragglers` and a new `SlowRanks`. Call
+    `end_of_step` on all ranks at the end of each step:
 
     >>> stragglers = Stragglers(group.comm)
     >>> slow = SlowRanks(stragglers, factor, group.min_ranks, group.watch.board, names)
@@ -44,10 +40,9 @@ class SlowRanks:
     min_ranks : int
         The smallest number of ranks that must remain.
     board : NodeBoard, optional
-        The shared memory to which a rank writes why it ends, for the other ranks of the node.
+        The shared memory in which a rank writes why it ends.
     ranks : sequence of int, optional
-        For each rank of ``stragglers.comm``, its rank in the communicator of the board. By default,
-        both communicators have the same ranks.
+        For each rank of ``stragglers.comm``, its rank in the communicator of the board.
     """
 
     def __init__(
@@ -64,11 +59,7 @@ class SlowRanks:
         self._judged, self._before = 0, dict[int, float]()
 
     def end_of_step(self) -> list[int]:
-        """Return the ranks that end now because they are slow; end this rank if it is slow.
-
-        Collective. Sends no messages, with one exception: before the first eviction, the ranks
-        exchange which of them share cores.
-        """
+        """End this rank if it is slow; return all ranks that end now. Collective."""
         stragglers, times = self.stragglers, self.stragglers.newest
         if not self.factor or stragglers.windows == self._judged or times is None:
             return []
@@ -91,12 +82,7 @@ class SlowRanks:
 
 
 def slow_ranks(times: np.ndarray, factor: float) -> dict[int, float]:
-    """Return {rank: factor}: the ranks that were much slower than the others in ten steps.
-
-    A rank is slow if its time is more than `factor` times the median of the other ranks' times, and
-    more than 5 ms longer. `times` is an array (ranks, phases): the seconds per step of each phase
-    of a step. The result has, for each slow rank, by which factor it is slower.
-    """
+    """Return {rank: factor}: the ranks that were much slower than the others in ten steps."""
     totals = times.sum(axis=1)
     return {
         one.rank: float(totals[one.rank] / max(totals[one.rank] - one.lag, 1e-9))

@@ -1,9 +1,7 @@
 """Try with two ranks whether a rank really goes on after the death of another rank.
 
-A launcher may accept ``--with-ft ulfm`` although its MPI library was built without ULFM, or with a
-runtime of another version. So `mpidist launch --elastic` first starts a trial with two ranks. One
-of the two ranks kills itself, and the trial succeeds if the other rank goes on. A success is
-recorded in the cache folder, so later jobs make no trial.
+A launcher may accept ``--with-ft ulfm`` although its MPI library cannot survive a death. So
+`mpidist launch --elastic` first starts a trial, in which one of two ranks kills itself.
 """
 
 from __future__ import annotations
@@ -48,15 +46,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def check_survival(words: Sequence[str], version: str) -> None:
     """Start two ranks, and let one die; raise ConfigError if the other dies, too.
 
-    If the trial cannot start, for example because all slots are in use, its result is unknown. Then
-    no error is raised, and the next call tries again.
-
-    Parameters
-    ----------
-    words : sequence of str
-        The command line of the launcher for two ranks, up to the program.
-    version : str
-        The version of the launcher.
+    `words` is the command line of the launcher for two ranks, up to the program.
     """
     folder, known = user_cache(), [version, *words]
     note = folder and folder / "survives-a-death.json"

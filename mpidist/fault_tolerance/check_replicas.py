@@ -1,12 +1,7 @@
-"""The check that model replicas are equal to the last bit: ``md.check_replicas(comm, params)``.
+"""The check that all ranks have the same parameters, bit for bit: `md.check_replicas`.
 
-Every rank computes a CRC (checksum) of each tensor's bytes and a digest of all CRCs. One small
-allreduce compares the digests. Only if digests differ, the ranks exchange the CRCs. The error names
-the tensors that differ, and the ranks whose tensors differ from those of most ranks.
-
-A CRC is faster than a cryptographic hash: on one Zen 4 core, zlib's CRC processes 4 GB/s, SHA-1 2
-GB/s, and BLAKE2 1 GB/s. A CRC detects every change within 32 consecutive bits. Of all other changes
-it misses about one in 2^32.
+Every rank computes a checksum (CRC-32) of each tensor, and one small allreduce compares them. A CRC
+detects every change within 32 consecutive bits, and misses one in 2^32 of all other changes.
 """
 
 from __future__ import annotations
@@ -28,23 +23,21 @@ from ..tensors import is_module, tensors_of
 def check_replicas(comm, params, *, step: int | None = None) -> None:
     """Raise ReplicaError on all ranks unless the arrays in `params` have equal bytes on all ranks.
 
-    Collective over `comm`. The check reads every byte once; device arrays are copied to host memory
-    first.
+    Collective over `comm`. Device arrays are first copied to host memory.
 
     Parameters
     ----------
     params : mapping of name -> array, or a model
-        NumPy, CuPy or DLPack arrays. If `params` is a torch module or an object with
-        ``parameters``, its parameters are compared.
+        NumPy, CuPy or DLPack arrays. A model is a torch module or an object with ``parameters``.
     step : int, optional
-        The number of the training step, for the error text. All ranks pass the same `step`.
+        The number of the training step, for the text of the error. All ranks pass the same `step`.
 
     Raises
     ------
     ReplicaError
-        On all ranks, with the ranks and the tensors that differ.
+        On all ranks; the text names the ranks and the tensors that differ.
     ConfigError
-        On all ranks, if some rank has passed anything else than arrays.
+        On all ranks, if `params` of a rank is anything else than arrays or a model.
     """
     told = run_on_all(comm, "check_replicas", lambda: _facts(params, step), list, if_differs=True)
     if isinstance(told, str):  # a rank gets its own text back if the texts of all ranks are equal
@@ -88,7 +81,7 @@ def checksum(x) -> int:
 def divergence(facts: Sequence[Mapping[str, str]], step: int | None = None) -> ReplicaError:
     """Return the error for unequal replicas, which names the ranks and tensors that differ.
 
-    `facts` has, for each rank, a mapping of tensor names to texts with shape, dtype and CRC.
+    `facts` has one mapping per rank: tensor name to a text with shape, dtype and CRC.
     """
     size = len(facts)
     names = {name for each in facts for name in each}

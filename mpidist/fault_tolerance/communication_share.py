@@ -3,9 +3,8 @@
     step    | data | gradients          | exchange of gradients   |
               ----- computation ------    ---- communication -----
 
-Communication is the time from the end of a worker's computation to the end of the step, in which
-the worker sends, receives, and waits for others. The time of messages that are sent while gradients
-are still computed does not count. This module uses no MPI.
+Communication is the time from the end of a worker's computation to the end of the step. It does not
+include messages that are sent while gradients are still computed.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class StepTimes:
         self._counts[bisect_left(EDGES_MS, 1e3 * (data + compute + exchange))] += 1
 
     def facts(self, rank: int) -> dict:
-        """Return a dict with the times of this worker (number `rank`), for `summarize_steps`."""
+        """Return a dict with the times of this worker (rank `rank`), for `summarize_steps`."""
         return {
             "rank": rank,
             "steps": self.steps,
@@ -55,11 +54,8 @@ class StepTimes:
 def summarize_steps(workers: Sequence[dict]) -> dict:
     """Return a dict for the summary of a run: how much of the step times was communication.
 
-    `workers` has the result of `StepTimes.facts` of each worker. The result also has a histogram of
-    step times for each worker.
-
-    ``edges_ms`` has the upper ends of the bins that are in use, in milliseconds. ``counts`` of a
-    worker has its number of steps in each bin, and last the number of longer steps.
+    In the result, ``edges_ms`` lists the upper ends of the bins of a histogram in milliseconds, and
+    ``counts`` the number of steps of a worker in each bin and, last, of the longer steps.
     """
     used = [any(each["counts"][bin] for each in workers) for bin in range(len(EDGES_MS) + 1)]
     first = used.index(True) if any(used) else 0
@@ -76,11 +72,7 @@ def summarize_steps(workers: Sequence[dict]) -> dict:
 
 
 def warn_of_share(times: dict, seconds: float) -> str:
-    """Print and return a warning if too much of the steps' time was communication.
-
-    `times` is from `summarize_steps`, and `seconds` is the time of the run. Returns "" if there is
-    no reason to warn.
-    """
+    """Print and return a warning if too much of the steps' time was communication; "" if not."""
     steps = max((each["steps"] for each in times["workers"]), default=0)
     if times["share"] <= SHARE_BOUND or steps < LEAST_STEPS or seconds < LEAST_SECONDS:
         return ""

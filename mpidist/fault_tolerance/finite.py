@@ -9,7 +9,7 @@ from ..arrays import all_finite
 
 
 def is_finite(state) -> bool:
-    """Return whether all arrays and numbers in `state`, nested dicts and lists, are finite."""
+    """Return whether all arrays and numbers in the nested dicts and lists of `state` are finite."""
     if isinstance(state, Mapping):
         return all(is_finite(value) for value in state.values())
     if isinstance(state, list | tuple):

@@ -1,15 +1,13 @@
 """Stop a training loop on all ranks at the same step, and save a checkpoint to resume from.
 
-A signal reaches the ranks at different moments. The signal handler therefore only sets a flag. Once
-per step the ranks combine their flags in an allreduce. If a flag is set, all ranks stop at the same
-step, save the same state, and end with exit code 75, which tells a batch script to requeue the job.
+A signal reaches the ranks at different moments, so the signal handler only sets a flag. Once per
+step the ranks combine their flags in an allreduce. If a flag is set, all ranks stop at this step,
+save the state, and end with exit code 75, which tells a batch script to requeue the job.
 
     rank 0   step 7 - - - - - - - - - step 8 |  all: save(8), exit 75
     rank 1   step 7 - SIGTERM, flag - step 8 |
 
-A signal that arrives during an MPI call is handled when the call returns. With the option
-``--signal=USR1@120``, Slurm sends a signal 120 s before the time limit of the job. Ctrl-C sets the
-flag, too; a second Ctrl-C ends the process at once.
+The first Ctrl-C sets the flag like any other signal; the second Ctrl-C ends the process at once.
 """
 
 from __future__ import annotations
@@ -54,10 +52,9 @@ _TIME, _CODE, _SIGNAL = 1, 2, 100
 
 
 class Stopped(SystemExit):
-    """Raised when all ranks have agreed to stop and saved the state; ends the program with code 75.
+    """The exception that ends a run with exit code 75, after all ranks have agreed to stop.
 
-    `Stopped` is a SystemExit, so a program that does not catch it ends with the right exit code.
-    The exception has the attributes ``step`` and ``reason``.
+    ``step`` is the number of the last step, and ``reason`` is a text.
     """
 
     def __init__(self, step: int, reason: str):
@@ -83,8 +80,7 @@ def guard(
     """Return a `Guard`, which stops a loop on signals, at a time limit, or for a bad loss.
 
     Collective over `comm`: all ranks pass the same settings. Entering the ``with`` block of the
-    guard is collective over `comm`, too. Enter the guard in the main thread, where Python delivers
-    signals.
+    guard is collective, too, and must happen in the main thread, where Python delivers signals.
 
     >>> with md.guard(comm, state, store) as run:
     ...     for step in range(first, last):
@@ -99,23 +95,21 @@ def guard(
     state : dict or callable, optional
         The state that `leave` saves, or a function that returns the state at that time.
     store : object with ``save(step, state)``, optional
-        Usually a CheckpointStore.
+        The store in which `leave` saves the state, usually a CheckpointStore.
     signals : iterable of signal numbers
-        The signals that stop the loop. The end of the ``with`` block restores the former handlers
-        of these signals.
+        The signals that stop the loop while the ``with`` block runs.
     time_limit : float or "auto", optional
-        The loop stops this number of seconds after the guard was entered, as after a signal. With
-        "auto", the loop stops before the end of a Slurm allocation, so early that a step and a save
-        still fit in.
+        The loop stops this number of seconds after the guard was entered. With "auto", the loop
+        stops before the end of the Slurm allocation, early enough for one more step and a save.
     patience : int, optional
-        The number of steps in each block over which `check_loss` computes a mean loss. `check_loss`
-        stops the run if the mean of a block is not less than the means of all earlier blocks.
+        With this number of steps, `check_loss` stops the run when the mean loss over so many steps
+        is not smaller than the smallest such mean before.
     every : int
         The ranks combine their flags only at steps whose number is a multiple of `every`.
     deciders : MPI.Intracomm, optional
-        The ranks that run the loop and call `should_stop`, if they are not all ranks of `comm`. The
-        other ranks (servers) pass ``MPI.COMM_NULL``. If the loop was stopped, these ranks raise
-        Stopped at the end of the guard's ``with`` block.
+        The ranks that run the loop and call `should_stop`, if they are not all ranks of `comm`. All
+        other ranks, such as parameter servers, pass ``MPI.COMM_NULL``. When the loop has stopped,
+        these other ranks raise Stopped at the end of the guard's ``with`` block.
     """
     check = partial(
         settings_of, state=state, store=store, signals=signals, time_limit=time_limit,
@@ -125,7 +119,7 @@ def guard(
 
 
 class Guard:
-    """The object that `guard` returns. Call a guard's methods inside the guard's ``with`` block."""
+    """The object that `guard` returns. Its methods work only inside its ``with`` block."""
 
     def __init__(self, comm: MPI.Intracomm, agreed: Mapping, state, store, deciders):
         self.state, self.store = state, store
@@ -184,9 +178,9 @@ class Guard:
             self._end_with_the_loop()
 
     def _end_with_the_loop(self) -> None:
-        """Tell servers, which do not run the loop, whether it has stopped; then they raise Stopped.
+        """Raise Stopped on servers, which do not run the loop, if the loop was stopped.
 
-        All ranks of the guard's communicator must call this method.
+        Collective over all ranks of the guard's communicator.
         """
         step, code = self._of_all(-1, 0)
         if code and not self.exit_code:
@@ -199,20 +193,17 @@ class Guard:
     def flag(self) -> int:
         """1 if this rank wants to stop the run, otherwise 0.
 
-        A loop can add this flag to a reduction of its own, and pass the result to `heard`. Read
+        A loop can add this number to a reduction of its own and pass the result to `heard`. Read
         `flag` once per step.
         """
         return int(self._wish() != 0)
 
     def fits(self, comm: MPI.Intracomm | None = None, wait=wait_until) -> bool:
-        """Return whether a save that begins now can end before the job's allocation ends.
+        """Return whether a save that begins now would end before the job's Slurm allocation ends.
 
-        Collective over `comm`, which has the ranks that save; by default, these are all ranks that
-        run the training loop. Returns true if the guard has no ``time_limit="auto"``, or if there
-        was no earlier save from which to estimate the time. The argument `wait` is a function that
-        waits for an MPI request: it calls the request's ``Test`` until ``Test`` returns true. A
-        rank that is also a parameter server passes a `wait` that answers workers' requests between
-        these calls.
+        Collective over `comm`, the ranks that save; by default, all ranks that run the training
+        loop. The longest save so far is the estimate, and without ``time_limit="auto"`` the result
+        is true. `wait` is a function that calls an MPI request's ``Test`` until it returns true.
         """
         if self._allotment is None:
             return True
@@ -220,19 +211,16 @@ class Guard:
         return not (self._agree(late) if comm is None else self._reduce(comm, (late,), wait))[0]
 
     def stop(self, reason: str | None = None) -> None:
-        """Ask all ranks to stop at their next call of `should_stop`.
-
-        It is enough that one rank calls `stop`.
-        """
+        """Ask all ranks to stop at their next call of `should_stop`. One rank's call is enough."""
         self._asked = max(self._asked, _CODE)
         events.emit("stop_requested", reason=reason or "stop() was called")
 
     def should_stop(self, step: int) -> bool:
         """Return whether all ranks stop at this step.
 
-        Collective over the ranks that run the training loop (`deciders`, or all ranks of `comm`).
-        A call costs one allreduce of three integers. At every tenth call the ranks also compare how
-        long they have worked, and a slow rank is reported.
+        Collective over the ranks that run the training loop (`deciders`, or all ranks of `comm`). A
+        call costs one allreduce of three integers. Every ten steps the ranks also compare how long
+        they have worked, and report a slow rank.
 
         Raises
         ------
@@ -260,15 +248,16 @@ class Guard:
     def computed(self) -> None:
         """Record that this rank has done its own work of a step and now exchanges data with others.
 
-        Call `computed` only if the exchange that follows is a blocking MPI call, whose waiting time
-        would otherwise count as work. Time in which mpidist itself waits never counts as work.
+        Call this before a blocking MPI call of your own, in which waiting would otherwise count as
+        work.
         """
         self._own.stop()
 
     def heard(self, flags: float) -> bool:
-        """Return whether all ranks stop, given the sum or the maximum of all ranks' `flag`.
+        """Return whether all ranks stop; `flags` is the sum or the maximum of all ranks' `flag`.
 
-        A loop that reduces `flag` with its own data calls this method instead of `should_stop`.
+        A loop that reduces `flag` together with its own data calls `heard` instead of
+        `should_stop`.
         """
         if flags:
             self._note(self._code() or _CODE << 32)
@@ -277,8 +266,7 @@ class Guard:
     def leave(self, step: int, state: Mapping | None = None) -> None:
         """Save the state under the number `step`, if a store exists, and raise Stopped. Collective.
 
-        If a save would not end before the job's allocation ends, nothing is saved, and the previous
-        checkpoint remains the newest.
+        The state is not saved if the job's Slurm allocation would end during the save.
         """
         if not self.exit_code:
             raise ProtocolError("guard: leave() without a stop that all ranks agreed on")
@@ -295,10 +283,10 @@ class Guard:
     def check_loss(self, loss: float, step: int) -> None:
         """Stop the run with a checkpoint if the loss is not finite or does not fall any more.
 
-        Collective over the ranks that run the training loop. `loss` is the reduced loss, equal on
-        all ranks, so the ranks communicate only when the run stops. Call this method in step `step`
-        before the parameters are updated. If the run stops, the parameters before the update of
-        this step are saved under the number `step`, unless they have a NaN or infinity.
+        Collective over the ranks that run the training loop. `loss` must be the reduced loss, which
+        is equal on all ranks. Call this method in each step before the parameters are updated. If
+        the run stops, the parameters are saved under the number `step`, unless they contain NaN or
+        infinity.
 
         Raises
         ------
@@ -328,15 +316,13 @@ class Guard:
         raise error
 
     def losses(self) -> list[float]:
-        """Return the losses of earlier steps that `check_loss` compares, for `take_over`."""
+        """Return the losses that `check_loss` compares, for `take_over`."""
         return [self._best, *self._losses]
 
     def take_over(self, earlier: Guard | None, losses: Sequence[float]) -> None:
-        """Continue this rank's `earlier` guard, which has ended because another rank has died.
+        """Continue the work of `earlier`, this rank's guard that ended because another rank died.
 
-        This guard keeps the requests to stop and the time limit of the `earlier` guard.
-
-        `losses` is the result of ``earlier.losses()``, from this or another rank.
+        `losses` is the result of the method `losses` of an earlier guard on any rank.
         """
         if earlier is not None:
             self._asked = max(self._asked, earlier._asked)
@@ -392,7 +378,7 @@ class Guard:
         return result.tolist()
 
     def _gather(self, value: int) -> list[int]:
-        """Return the `value` of every rank that runs the training loop. Collective over them."""
+        """Return the `value` of every rank that runs the training loop."""
         result = np.empty(self._loop.size, np.int64)
         wait_until(self._loop.Iallgather(np.array([value], np.int64), result).Test)
         return result.tolist()
@@ -410,10 +396,7 @@ class Guard:
         return True
 
     def _settle(self) -> None:
-        """Wait for a save that runs in the background; print its error if it fails.
-
-        Collective over the ranks that save. The guard saves the last checkpoint afterwards.
-        """
+        """Wait for a save in the background, and print its error if it fails. Collective."""
         if not hasattr(self.store, "wait"):
             return
         try:

@@ -17,18 +17,7 @@ _NEVER = {signal.SIGKILL, signal.SIGSTOP}
 
 
 def settings_of(*, state, store, signals, time_limit, patience, every, deciders) -> dict[str, Any]:
-    """Check the arguments of a guard; return the settings that must be equal on all ranks.
-
-    For `state` and `deciders`, the result only says whether they were given. For `store`, it has
-    the name of the store's class. The values of these three arguments may differ between ranks:
-    each rank may save another part of the state, and ranks that do not run the training loop pass
-    ``MPI.COMM_NULL`` as `deciders`.
-
-    Raises
-    ------
-    ConfigError
-        If an argument is wrong. The text names the argument.
-    """
+    """Check the arguments of `md.guard`; return the settings that must be equal on all ranks."""
     if state is not None and not (isinstance(state, Mapping) or callable(state)):
         raise _bad("state", state, "a mapping of name to array, a function that makes one, or None")
     if store is not None and not callable(getattr(store, "save", None)):
@@ -51,7 +40,7 @@ def settings_of(*, state, store, signals, time_limit, patience, every, deciders)
 
 
 def _numbers(signals: Iterable[int]) -> tuple[int, ...]:
-    """Return the signals as integers; raise ConfigError if a process cannot handle one of them."""
+    """Return the signals as integers. Raises ConfigError if no process can handle one of them."""
     try:
         numbers = tuple(signal.Signals(operator.index(number)) for number in signals)
     except (TypeError, ValueError):

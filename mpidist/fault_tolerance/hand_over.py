@@ -1,18 +1,14 @@
-"""What ranks do when a training run moves to more, newly started ranks.
+"""A hand-over: a training run moves to newly started ranks, which are more than before.
 
     launch     mpidist grow               asks        decides
     2 ranks    steps ...................... last step, state .. | leave
     4 ranks    import, MPI_Init, data, wait . . . . . . . . . . | restore, steps
 
-This is called a hand-over. An attempt is one start of the job by `mpidist launch`. `mpidist launch`
-starts the second attempt while the first attempt trains. The new ranks import modules, initialise
-MPI and open the data, and then wait for the state of the run. The old ranks and `mpidist launch`
-exchange files in the folder of the first attempt (`launch.heartbeat`). The old ranks write the file
-CAN when they could leave their run to others, and `mpidist launch` writes ASKED to ask them to do
-so. In HANDED the old ranks write where the state is. The new ranks write READY, in the folder of
-their own attempt, when they are ready. Only one of the two attempts may write to the run's folder,
-and the file DECIDED says which one. DECIDED can be made only once: either by `mpidist launch`, for
-the new ranks, or by the old ranks, which keep the run if they have waited too long.
+`mpidist launch` starts the new ranks while the old ranks still train. The new ranks import modules,
+initialise MPI and open the data, and then wait for the state of the run. Only the old or the new
+ranks may write to the run's folder, and a small file, DECIDED, says which of them. `mpidist launch`
+makes this file for the new ranks. If it has not done so 10 seconds after the old ranks have offered
+the state, they make it and keep the run.
 """
 
 from __future__ import annotations
@@ -43,19 +39,18 @@ _turn_has_come = False
 
 
 def is_waiting() -> bool:
-    """Whether this start of the job must wait, and not write to the run's folder yet.
+    """Return whether these ranks must still wait for the run, which earlier started ranks train.
 
-    It waits while the previous start of the job with fewer ranks still trains.
+    As long as they wait, they must not write to the run's folder.
     """
     return attempt_before() is not None and not _turn_has_come
 
 
 def wait_for_turn(comm) -> str:
-    """Wait until the job's previous start leaves the run to these ranks. Collective over `comm`.
+    """Wait until the earlier started ranks leave the run to these ranks. Collective over `comm`.
 
-    Returns where the state of the run is: `heartbeat.IN_MEMORY` (in the memory of the host) or
-    `heartbeat.IN_STORE` (in the checkpoint store). Returns "" if no previous start of the job
-    trains, or if these ranks have already waited.
+    Returns `heartbeat.IN_MEMORY` if the state of the run is in the memory of the host,
+    `heartbeat.IN_STORE` if it is in the checkpoint store, or "" if there is nobody to wait for.
     """
     before = attempt_before()
     if before is None:
@@ -88,9 +83,8 @@ def _begin_turn() -> None:
 
 
 def announce(can: bool) -> None:
-    """Tell `mpidist launch` whether newly started ranks could take over this run.
-
-    Only one rank calls this.
+    """Tell `mpidist launch` whether newly started ranks could take over this run. One rank calls
+    it.
     """
     folder = attempt_folder()
     if folder is None:
@@ -103,10 +97,10 @@ def announce(can: bool) -> None:
 
 
 def asked(comm) -> str:
-    """Return where newly started ranks want this run's state; "" if none ask. Collective.
+    """Return where newly started ranks want the state of this run. Collective over `comm`.
 
-    The result is `heartbeat.IN_MEMORY` (in the memory of the host), `heartbeat.IN_STORE` (in the
-    checkpoint store) or "".
+    Returns `heartbeat.IN_MEMORY` (in the memory of the host), `heartbeat.IN_STORE` (in the
+    checkpoint store), or "" if no new ranks ask for the run.
     """
     if attempt_folder() is None:
         return ""
@@ -127,8 +121,8 @@ def _asked() -> str:
 def offer(comm, where: str) -> bool:
     """Offer this run to the newly started ranks; return whether they take it over. Collective.
 
-    `where` says where the state is: `heartbeat.IN_MEMORY` (in the memory of the host) or
-    `heartbeat.IN_STORE` (in the checkpoint store).
+    `where` is `heartbeat.IN_MEMORY` if the state is in the memory of the host, or
+    `heartbeat.IN_STORE` if it is in the checkpoint store.
     """
 
     def decide(_) -> bool:
@@ -146,15 +140,12 @@ def offer(comm, where: str) -> bool:
 
 
 def is_handed(comm) -> bool:
-    """Return whether newly started ranks have already taken over this run. Collective over `comm`.
-
-    This is needed after a death: a decision is first read by one rank only, and if this rank dies,
-    the others do not know the decision.
-    """
+    """Return whether newly started ranks have taken over this run. Collective over `comm`."""
     folder = attempt_folder()
     if folder is None:
         return False
 
+    # Only one rank reads a decision first. If it dies, the others learn the decision here.
     def decided(_) -> bool:
         return heartbeat.decision(folder) not in ("", heartbeat.KEPT)
 
@@ -173,8 +164,8 @@ def _note(decided: bool) -> bool:
 def leaving(comm) -> Iterator[None]:
     """Context manager for a user's own loop, whose run newly started ranks may take over.
 
-    If the ``with`` block stops because such ranks have asked for the run, they are offered the
-    checkpoint in the store.
+    If a guard stops the loop because new ranks have asked for the run, `mpidist launch` is told
+    that they can take the checkpoint from the store.
     """
     try:
         yield
@@ -190,7 +181,7 @@ def leaving(comm) -> Iterator[None]:
 
 
 def _give_way() -> None:
-    """Close the event log, and lower the priority of this process, so that the new ranks run."""
+    """Close the event log, and lower the priority of this process so that new ranks run faster."""
     events.close_log()
     with suppress(OSError):
         os.nice(19)

@@ -1,4 +1,4 @@
-"""Recognise and report a hang from the status records of all ranks. This module uses no MPI."""
+"""Recognise and report a hang from the status records that all ranks write. Uses no MPI."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Hang(NamedTuple):
-    """A hang: the ranks whose status records do not change, and those that may be the cause."""
+    """A hang: the ranks that write no more status records, and the ranks that may be its cause."""
 
     absent: list[int]
     suspects: list[int]
@@ -22,21 +22,14 @@ class Seen:
         self.heard: float | None = None
 
     def update(self, record: dict | None, now: float) -> None:
-        """Store the newest status record of the rank.
-
-        None means that it could not be read; then the previous record stays.
-        """
+        """Store the rank's newest status record; keep the previous one if `record` is None."""
         if self.heard is None:
             self.heard = now
         if record is not None and (self.record is None or record["beat"] != self.record["beat"]):
             self.record, self.heard = record, now
 
     def forget(self, now: float) -> None:
-        """Let `silent` and `still` count from the time `now`.
-
-        This is called when this rank itself has not run for a while, and so could not see changes
-        of the other rank.
-        """
+        """Let `silent` and `still` count from `now`, because this rank itself was stopped."""
         self.heard = now
         if self.record is not None:
             self.record = {**self.record, "still": 0.0}
@@ -59,13 +52,7 @@ class Seen:
 
 
 def judge(peers: Sequence[Seen], seconds: float, now: float) -> Hang | None:
-    """Return the hang that the ranks' status records show, or None if they show no hang.
-
-    The job counts as hung in two cases: the status record of a rank has not changed for `seconds`,
-    or no rank has made progress for `seconds` while at least one rank waits in a native call or in
-    mpidist. If no rank waits, the job does not count as hung, even if all ranks run in endless
-    loops.
-    """
+    """Return the hang that the ranks' status records show, or None if they show no hang."""
     present = [peer for peer in peers if not peer.left]
     absent = [peer.rank for peer in present if peer.silent(now) >= seconds]
     if absent:
@@ -82,9 +69,8 @@ def judge(peers: Sequence[Seen], seconds: float, now: float) -> Hang | None:
 def suspects(peers: Sequence[Seen]) -> list[int]:
     """Return the ranks that may be the cause of a hang.
 
-    The suspects are the ranks that have ended or that are in an endless loop. If there is no such
-    rank, the ranks are grouped by the line of the program at which they wait, and the suspects are
-    the ranks of the smallest groups. If all ranks wait at one line, there are no suspects.
+    These are the ranks that have ended or are in an endless loop. If there are none, the ranks are
+    grouped by the line of the program at which they wait, and the smallest groups are suspect.
     """
     left = [peer.rank for peer in peers if peer.left]
     looping = [peer.rank for peer in peers if not peer.left and peer.state == "looping"]
@@ -102,10 +88,9 @@ def suspects(peers: Sequence[Seen]) -> list[int]:
 def hang_report(
     peers: Sequence[Seen], hang: Hang, seconds: float, now: float, condition: Callable[[Seen], str]
 ) -> str:
-    """Return a report of a hang: a line with the suspect ranks and hosts, then a line per rank.
+    """Return the report of a hang: a line with the suspect ranks and hosts, then a line per rank.
 
-    The job has not moved for `seconds`. ``condition(peer)`` returns in words in which condition the
-    process of a silent rank is.
+    ``condition(peer)`` must return in words what state a silent rank's process is in.
     """
     lines = [f"mpidist: watch: nothing moved for {seconds:g} s; {_accuse(peers, hang, condition)}"]
     lines[0] += "; the job ends with exit code 70"

@@ -1,7 +1,6 @@
-"""The dump of one rank when the job hangs: its last operations, its events, and its stacks.
+"""The dump that each rank writes when the job hangs: last operations, events, and stacks.
 
-The thread that writes the dump must not wait: it uses no MPI, no lock, and nothing that the main
-thread may hold.
+A thread writes it, which must not wait and so uses no MPI and no locks.
 """
 
 from __future__ import annotations
@@ -20,11 +19,7 @@ from ..runtime import context
 
 
 def operations() -> list[dict]:
-    """Return the newest operations of this process on each of its communicators.
-
-    In the result, `begun` is the number of the newest operation on a communicator. This number is
-    equal on ranks that are in the same operation.
-    """
+    """Return the newest operations of this process on each of its communicators."""
     found = []
     for each in list(context.contexts.values()):
         # The main thread may still run, and change the data while this thread reads them.
@@ -40,9 +35,8 @@ def operations() -> list[dict]:
 def parameter_servers() -> list[dict]:
     """Return this process's newest operations between parameter servers and workers.
 
-    For each operation the result has the seconds since the operation began. ``waiting`` lists the
-    operations that have no answer yet. The ``clocks`` of a server (how many steps each worker has
-    finished) show which worker makes the server hold back its answers.
+    ``waiting`` lists the operations that have no answer yet, and ``clocks`` of a server the steps
+    that each worker has finished.
     """
     found = []
     with contextlib.suppress(RuntimeError):  # the main thread may change the data
@@ -71,10 +65,9 @@ def stacks() -> dict[str, list[str]]:
 
 
 def write(folder: Path, rank: int, **about) -> Path:
-    """Write ``hang-RANK.json`` into `folder`; replaces an older file. Raises OSError.
+    """Write ``hang-RANK.json`` into `folder`, and replace an older file. Raises OSError.
 
-    The file has names and shapes of arrays, and lines of the program. The file has no values of
-    variables and no environment variables.
+    The file has no values of variables and no environment variables.
     """
     folder.mkdir(parents=True, exist_ok=True)
     facts = {

@@ -24,13 +24,10 @@ _OPEN_MPI, _READ_BY = ("prterun", "mpirun", "mpiexec", "orterun"), 0.02
 
 
 def say_last(text: str) -> None:
-    """Print a last line on stderr, even if the launcher no longer reads the output of the ranks.
-
-    Open MPI's launcher stops reading when it gets Ctrl-C, half a second before it kills the ranks.
-    If the launcher has stopped reading, this function writes to the stderr of the launcher process
-    on this host.
-    """
+    """Print a last line on stderr, even if the launcher no longer reads the output of the ranks."""
     print(text, file=sys.stderr, flush=True)
+    # The launcher of Open MPI stops reading when it gets Ctrl-C, half a second before it kills the
+    # ranks. The text then goes to the stderr of the launcher itself.
     if wait_for_the_reader(_READ_BY):
         return
     parent = Path(f"/proc/{os.getppid()}")
@@ -43,14 +40,8 @@ def say_last(text: str) -> None:
 class Handlers:
     """Sets signal handlers, which call the function `heard` with the number of the signal.
 
-    The method `set` must be called in the main thread.
-
-    The first SIGINT calls `heard`, too. The second SIGINT ends the process. For this, the first
-    SIGINT restores the default action, because a Python handler would not run while MPI blocks. If
-    the process was started to ignore SIGINT, as a shell does for background processes, SIGINT stays
-    ignored. If `speaks` is true, this rank prints that it was interrupted. If `alone` is true, the
-    process has no launcher that would remove the shared-memory files of a killed process, so the
-    first SIGINT removes them.
+    The second SIGINT ends the process. With `speaks`, this rank prints that it was interrupted, and
+    with `alone`, the first SIGINT removes the files of the process's shared memory.
     """
 
     def __init__(
@@ -61,7 +52,7 @@ class Handlers:
         self._former: dict[int, Any] = {}
 
     def set(self) -> None:
-        """Set the handlers, and unblock the signals if they were blocked."""
+        """Set the handlers, and unblock the signals. Must be called in the main thread."""
         for number in self.numbers:
             if number != signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
                 self._former[number] = signal.signal(number, self._hear)
@@ -70,8 +61,7 @@ class Handlers:
     def put_back(self, block: bool = False) -> None:
         """Restore the former signal handlers. A second call does nothing.
 
-        With `block`, the signals are blocked until other handlers are set. A signal that arrives
-        meanwhile goes to these other handlers.
+        With `block`, a signal that arrives later waits until new handlers are set.
         """
         if block:
             signal.pthread_sigmask(signal.SIG_BLOCK, self.numbers)
@@ -89,6 +79,8 @@ class Handlers:
         if number == signal.SIGINT:
             if self._alone:
                 unlink_segments()  # the next SIGINT ends the process without clean-up
+            # A Python handler would not run while MPI blocks, so the second SIGINT has the default
+            # action.
             signal.signal(number, signal.SIG_DFL)
             if self._speaks and events.VERBOSITY:
                 os.write(2, _INTERRUPTED)  # the handler may have interrupted a `print`

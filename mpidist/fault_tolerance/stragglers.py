@@ -1,12 +1,9 @@
-"""Find the rank that the other ranks wait for. Each rank measures its own time per step.
+"""Find the rank that the other ranks wait for.
 
-If one rank is slow, all other ranks wait for it in the exchange of gradients of each step. So a
-whole step takes the same time on all ranks. Therefore each rank measures only its times before the
-exchange: the time to load its data, and the time to compute its gradients. Every ten steps the
-ranks exchange their times for data and for gradients. Every rank is late now and then, so a rank
-counts as slow only if it is slow in nearly all of the steps of two consecutive windows of ten
-steps. Ranks that share cores run in turns, so their times do not show that a rank or a host is
-slow. Such ranks are never reported.
+If one rank is slow, all others wait for it, so the whole step takes the same time on all ranks.
+Therefore each rank measures only its times before the exchange: to load its data, and to compute
+its gradients. Every ten steps the ranks exchange these times. A rank counts as slow if it is slow
+in 20 steps in a row, but for a few.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ _CORES = 1024
 
 
 class Straggler(NamedTuple):
-    """A slow rank, the phase of a step in which it is slow, and the seconds that this costs."""
+    """A slow rank, the part of a step in which it is slow, and the seconds by which it is late."""
 
     rank: int
     phase: str
@@ -52,17 +49,11 @@ class Straggler(NamedTuple):
 def find_stragglers(
     times: np.ndarray, phases: Sequence[str] = PHASES, factor: float = FACTOR
 ) -> list[Straggler]:
-    """Return the slow ranks, given the times of all ranks in one window of ten steps.
+    """Return the slow ranks, given the times of all ranks in ten steps.
 
-    Parameters
-    ----------
-    times : array (ranks, phases)
-        The seconds per step that each rank has needed in each phase.
-    phases : sequence of str
-        The names of the phases.
-    factor : float
-        A rank is slow if it needs at least this many times as long as the median of the other ranks
-        (3 times by default), and at least 5 ms longer.
+    `times` is an array (ranks, phases): the seconds per step of each phase, a part of a step. A
+    rank is slow if its time is more than `factor` times the median of the other ranks, and more
+    than 5 ms longer.
     """
     totals = times.sum(axis=1)
     found = []
@@ -76,11 +67,7 @@ def find_stragglers(
 
 
 def sharing(places: Sequence[tuple[int, frozenset[int]]]) -> frozenset[int]:
-    """Return the ranks that must share cores. `places` has the machine and the cores of each rank.
-
-    Ranks share cores if they are bound to a set of cores that has fewer cores than ranks. All ranks
-    of a machine share cores if they may together use fewer cores than there are ranks.
-    """
+    """Return the ranks that share cores, because there are fewer cores than ranks."""
     found: set[int] = set()
     for machine in {machine for machine, _ in places}:
         there = {rank: cores for rank, (where, cores) in enumerate(places) if where == machine}
@@ -123,24 +110,16 @@ class Window:
         self._steps += 1
 
     def take(self) -> np.ndarray | None:
-        """Return the seconds per step of each phase, and begin again; None before ten steps.
-
-        A phase is a part of a step, such as loading data.
-
-        For each phase, the result is the third smallest time of the ten steps, so a disturbance in
-        some steps has no effect.
-        """
+        """Return the third smallest time of each part of a step in ten steps; None before."""
         if self._steps < WINDOW:
             return None
         self._steps = 0
+        # The third smallest time: a disturbance in some of the ten steps has no effect.
         return np.sort(self._times, axis=0)[2].copy()
 
 
 class Judge:
-    """Decides which ranks to report as slow: those slow in two consecutive windows of ten steps.
-
-    Each rank is reported once.
-    """
+    """Decides which ranks to report as slow: those that were slow in 20 steps in a row."""
 
     def __init__(self, phases: Sequence[str] = PHASES):
         self.phases = phases
@@ -148,11 +127,7 @@ class Judge:
         self.told: list[Straggler] = []
 
     def look(self, everyone: np.ndarray) -> list[Straggler]:
-        """Return the ranks that are slow in this window and were slow in the window before.
-
-        A window is ten steps. `everyone` is an array (ranks, phases) of the seconds per step in
-        this window. A phase is a part of a step, such as loading data.
-        """
+        """Return the ranks that were slow in these ten steps and in the ten steps before."""
         found = find_stragglers(everyone, self.phases)
         self._seen = {one.rank: self._seen.get(one.rank, 0) + 1 for one in found}
         new = [one for one in found if self._seen[one.rank] == AGAIN]
@@ -161,7 +136,7 @@ class Judge:
 
 
 def record(one: Straggler) -> None:
-    """Write a straggler (slow rank) to the event log."""
+    """Write a slow rank to the event log."""
     lag = round(one.lag * 1e3, 1)
     events.emit("straggler", straggler=one.rank, phase=one.phase, lag_ms=lag)
 
@@ -177,13 +152,7 @@ def report_straggler(one: Straggler, who: str, needed: float) -> None:
 
 
 class Stragglers:
-    """Finds stragglers (slow ranks) among ranks that step together. Collective over `comm`.
-
-    `ranks` has the rank numbers that reports show, by default the ranks of `comm`. `crowded` are
-    the ranks that share cores; by default, `crowded_ranks` finds them before the first report.
-    `newest` has the times of all ranks in the newest window (ten steps), and `windows` counts the
-    windows.
-    """
+    """Finds slow ranks among the ranks of `comm`, which do their steps together. Collective."""
 
     def __init__(
         self,
@@ -199,10 +168,7 @@ class Stragglers:
         self.windows = 0
 
     def share_cores(self) -> frozenset[int]:
-        """Return those of `ranks` that share cores with other ranks.
-
-        The first call is collective.
-        """
+        """Return those of `ranks` that share cores with others. The first call is collective."""
         if self.crowded is None:
             self.crowded = frozenset(self.ranks[rank] for rank in crowded_ranks(self.comm))
         return self.crowded
@@ -247,7 +213,7 @@ class OwnTime:
         self._mark, self._own = (time.monotonic(), polling.waited), None
 
     def stop(self) -> float:
-        """Return the seconds, without waits, from `begin` to the first `stop` after `begin`."""
+        """Return the seconds, without waits, from `begin` to the first `stop` after it."""
         if self._own is None:
             began, waited = self._mark
             self._own = max(0.0, time.monotonic() - began - (polling.waited - waited))

@@ -25,8 +25,7 @@ _DURATION = re.compile(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)")
 def seconds_left(environ: Mapping[str, str]) -> float | None:
     """Return the seconds until the Slurm allocation of this job ends, or None if unknown.
 
-    Reads SLURM_JOB_END_TIME. If Slurm has not set SLURM_JOB_END_TIME, this function runs squeue for
-    at most 20 s.
+    If Slurm has not set SLURM_JOB_END_TIME, this function runs ``squeue`` for at most 20 s.
     """
     end = environ.get("SLURM_JOB_END_TIME", "")
     if end.isdigit():
@@ -53,17 +52,14 @@ def duration(text: str) -> float | None:
 
 
 def longest_save() -> float:
-    """Return the seconds of the longest save of a checkpoint in this process's newest events."""
+    """Return the seconds of the longest save among the newest events of this process."""
     newest = list(events.recent)  # a copy, because other threads may append meanwhile
     saves = (d.get("seconds", 0.0) for _, kind, d in newest if kind == "checkpoint_saved")
     return max(saves, default=0.0)
 
 
 class Allotment:
-    """Decides when a loop must stop so that a last save fits into the time that the job has left.
-
-    The job has `seconds` left at the time `now` (on the monotonic clock).
-    """
+    """Decides when a loop must stop so that a last save fits into the time that is left."""
 
     def __init__(self, seconds: float, now: float):
         self.end = now + seconds
@@ -72,7 +68,7 @@ class Allotment:
         self._looked = now
 
     def step(self, now: float) -> None:
-        """Record that a step ends, or that the loop begins, to measure the longest step."""
+        """Record the end of a step, from which the longest step is found."""
         if self._last is not None:
             self._step = max(self._step, now - self._last)
         self._last = now
@@ -80,7 +76,7 @@ class Allotment:
             self.look(now)
 
     def look(self, now: float) -> None:
-        """Update the time of the longest save of a checkpoint from the newest events."""
+        """Find the longest save of a checkpoint in the newest events."""
         self._looked = now
         self._save = max(self._save, longest_save())
 

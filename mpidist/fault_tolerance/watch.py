@@ -1,8 +1,8 @@
 """Find hangs of a job: report the missing rank and the code line of each rank, then end the job.
 
 A thread in each rank looks at the rank's main thread at least ten times within `seconds`, the time
-limit of `watch`, without any MPI call. The thread writes the state of the main thread to a file,
-the status board, that all ranks read. The main thread is in one of these states:
+limit of `watch`. It writes the state of the main thread to a file that all ranks read. These are
+the states:
 
     moving    it runs Python code and makes progress
     blocked   it has not returned to Python from a native call, usually an MPI call that waits
@@ -10,10 +10,8 @@ the status board, that all ranks read. The main thread is in one of these states
     looping   it runs Python code, but is always at the same instruction with the same values
 
 The job counts as hung in two cases: a rank has written no state for `seconds`, or no rank has made
-progress for `seconds` while at least one rank is `blocked` or `waiting`. As long as one rank makes
-progress, the other ranks may wait for any time. The watching thread cannot tell a native call that
-computes from an MPI call that waits. Therefore set `seconds` to more than the longest native call
-that all ranks make at the same time, such as a collective write or a factorisation.
+progress for `seconds` while at least one rank is `blocked` or `waiting`. Set `seconds` to more than
+the longest native call that all ranks make at the same time, because such a call looks like a hang.
 """
 
 from __future__ import annotations
@@ -64,19 +62,18 @@ def watch(
 ) -> Watch:
     """Watch this job from now on; report a hang with its ranks, and end the job with exit code 70.
 
-    Collective over `comm`. After this call, a thread of each rank watches the job and makes no
-    collective calls. Use `watch` as one line in any mpi4py program, ``md.watch(comm)``, or as a
-    context manager.
+    Collective over `comm`. Afterwards a thread of each rank watches the job without MPI calls. Call
+    ``md.watch(comm)`` in any mpi4py program, or use the result as a context manager.
 
     Parameters
     ----------
     comm : MPI.Intracomm
     seconds : float
-        If no rank makes progress for this number of seconds, the job counts as hung. All ranks pass
+        The job counts as hung if no rank makes progress for this number of seconds. All ranks pass
         the same `seconds`.
     directory : path, optional
-        A folder that ranks on several hosts share; by default the current folder. Either all ranks
-        or none pass a folder, and the folder of rank 0 is used.
+        A folder that all hosts share, by default the current folder. If one rank passes a folder,
+        all ranks must.
     dumps : path, optional
         A folder in which each rank writes ``hang-RANK.json`` at a hang: its newest 256 operations
         on each communicator, its newest events, and the stacks of its threads.
@@ -176,7 +173,7 @@ class Watch:
         return next((Hang(*one["hang"]) for one in records if one and one["hang"]), None)
 
     def _end(self, hang: Hang, now: float) -> None:
-        """Report the hang and end this process. Never returns."""
+        """Report the hang and end this process."""
         with contextlib.suppress(OSError):
             self._publish(hang)
         living = [p.rank for p in self._peers if p.rank not in hang.absent and not p.left]
@@ -204,15 +201,11 @@ class Watch:
             _write(f"mpidist: watch: rank {self.rank} could not write its dump: {error}\n")
 
     def _leave(self, *, by_abort: bool) -> None:
-        """End this process. If `by_abort` is true, call MPI_Abort first, so that MPI ends the job.
-
-        If a rank ends without MPI_Abort, MPICH's launcher kills all ranks and then reports the
-        signal of the kill, not the exit code. After MPI_Abort, the launchers of MPICH and Open MPI
-        report the exit code passed to MPI_Abort. If MPI_Abort blocks, an alarm signal ends this
-        process, and the other ranks end by themselves.
-        """
+        """End this process. With `by_abort`, first call MPI_Abort, which ends the whole job."""
         unlink_segments()
         wait_for_the_reader()
+        # Without MPI_Abort, the launcher of MPICH kills all ranks and reports the signal of the
+        # kill. The alarm ends this process if MPI_Abort blocks.
         if by_abort:
             signal.alarm(10)
             MPI.COMM_WORLD.Abort(HANG)  # ends the whole job; `comm` may have been freed
@@ -220,7 +213,7 @@ class Watch:
         os._exit(HANG)
 
     def _condition(self, peer: Seen) -> str:
-        """Describe the process of a rank that publishes no state now: gone, stopped or stuck."""
+        """Describe in words the process of a rank that writes no state: gone, stopped or stuck."""
         if not self._here(peer):
             return "no sign from it"
         try:
@@ -234,12 +227,9 @@ class Watch:
         return peer.record is not None and peer.host == self._identity["host"]
 
     def _kill_absent(self, hang: Hang) -> None:
-        """Kill the ranks of this host that no longer publish a state and cannot end by themselves.
-
-        A new process kills these ranks a moment after this rank has ended. The launcher takes the
-        job's exit code from the first rank that ends. If this were a killed rank, the code would be
-        137.
-        """
+        """Kill the silent ranks of this host, a moment after this rank has ended."""
+        # The kill comes after the end of this rank, because the launcher takes the exit code of the
+        # job from the first rank that ends.
         pids = [
             str(peer.pid)
             for peer in self._peers
@@ -273,7 +263,7 @@ def _settings(seconds, dumps) -> dict[str, float]:
 
 
 class MainThread:
-    """The state of the main thread, observed by another thread while the main thread runs on."""
+    """The state of the main thread, observed by another thread."""
 
     def __init__(self):
         self.ident = threading.main_thread().ident
@@ -325,7 +315,7 @@ class MainThread:
 
 
 def _variables(frame) -> dict:
-    """Return the variables of a frame: numbers and texts by value, other objects by identity."""
+    """Return the variables of a frame: numbers and texts by value, others by their ``id``."""
     at_module_level = frame.f_locals is frame.f_globals
     variables = {
         name: value if type(value) in (int, float, bool, str) else id(value)
@@ -341,11 +331,9 @@ def _variables(frame) -> dict:
 
 
 def stack_place(frame) -> str:
-    """Return the innermost line of the user's code, and the mpidist functions that it has called.
-
-    The text has no line numbers of mpidist's own code, so that ranks that wait at the same line of
-    the user's code have equal texts.
-    """
+    """Return the innermost line of the user's code, and the mpidist functions that it called."""
+    # The text has no line numbers of mpidist, so ranks that wait at one line of the user's code
+    # have equal texts.
     package = str(Path(__file__).parents[1])
     ours = []
     user = frame

@@ -17,9 +17,8 @@ from .plain_file import export_step, partial_of, put_in_place
 def export(comm, path, out, *, step: int | None = None) -> int:
     """Write one step of the store at `path` to the new file `out`; return the step's number.
 
-    Collective over `comm`. An error on one rank is raised on all ranks. If h5py was built with
-    parallel HDF5, all ranks together write an HDF5 file. With any other h5py, and for any other
-    format, rank 0 alone writes the file.
+    Collective over `comm`. All ranks together write an HDF5 file if h5py was built with parallel
+    HDF5. Otherwise rank 0 alone writes the file.
 
     Parameters
     ----------

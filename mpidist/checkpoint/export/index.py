@@ -1,17 +1,15 @@
 """Write ``index.h5`` into the folder of a step: an HDF5 file in which each saved array is whole.
 
-The folder of a step contains shard files, which have the arrays in parts. In the index, each saved
-array is one virtual dataset, which refers to the parts of the array in the shard files.
+The shard files of a step have the arrays in parts. In the index, each array is one virtual dataset,
+which refers to these parts.
 
     index.h5:  parameters/w (12, 5)  =  shard-00000.h5:/0   elements  0 to 23, as three boxes
                                         shard-00001.h5:/0   elements 23 to 60, as two
 
     h5py.File("run/checkpoints/step-000000001200/index.h5")["parameters/w"][:]
 
-The index is for people, and for programs other than mpidist. A restart never uses the index,
-because if a shard is missing, HDF5 returns zeros for its elements and no error. Before an index is
-made, every byte of the step is checked, and HDF5 must find each dataset at the position that the
-manifest (the list of all stored parts) gives.
+The index is for other programs. A restart never uses it, because HDF5 returns zeros and no error if
+a shard is missing.
 """
 
 from __future__ import annotations
@@ -45,9 +43,8 @@ NAME = "index.h5"
 def index(path, step: int | None = None, history: int | None = None) -> tuple[int, Path]:
     """Write the index of a step: an HDF5 file in which each saved array is whole.
 
-    By default, the step is the newest good step. Returns the step and the path of the index. An
-    existing index is replaced. When the step is removed, its index is removed too. Raises the same
-    errors as `mpidist.load`.
+    By default, this is the newest good step. Returns the step and the path of the index. An
+    existing index is replaced. Raises the same errors as `mpidist.load`.
     """
     path = checked_path("path", path)
     entry, _ = load.newest_good(path, step, history, partial(_write, path))
@@ -128,10 +125,7 @@ def _fill(file: h5py.File, manifest: Manifest, reader: Reader) -> None:
 
 
 def _mapped(manifest: Manifest, tensor: Fact, parts: list, dtype: np.dtype, inner: tuple):
-    """Return the h5py layout of a tensor's virtual dataset.
-
-    For each part of the tensor, the layout names the shard file and the dataset that hold the part.
-    """
+    """Return the h5py layout of a tensor's virtual dataset."""
     layout = h5py.VirtualLayout((*tensor.shape, *inner), dtype)
     for dataset, row in parts:
         region = piece_table.region_of_row(row, len(tensor.shape))

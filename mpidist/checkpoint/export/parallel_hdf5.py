@@ -1,10 +1,6 @@
 """Write a step as one HDF5 file, all ranks at once; needs an h5py built with parallel HDF5.
 
-Rank 0 alone creates the file with all data sets. When the file exists, every rank writes its own
-rows of each data set. If all ranks created the data sets, each creation would be a collective call
-of HDF5. A collective call takes longer than a call of one rank, and if one rank finds the disk full
-in a collective call, the other ranks wait for this rank for ever. The only collective calls of HDF5
-here are opening and closing the file; these two calls create no data sets.
+Rank 0 alone creates the file with all data sets, and then every rank writes its own rows.
 """
 
 from __future__ import annotations
@@ -31,10 +27,9 @@ AT_ONCE = 2**30
 
 
 def export_by_all(comm, path: str, target: Path, step: int | None) -> int:
-    """Write one step of the store at `path` to the new file `target`. Collective over `comm`.
+    """Write one step of the store at `path` to the new file `target`; return the step's number.
 
-    Returns the number of the step that is written. If `step` is None, the newest good step is
-    written.
+    Collective over `comm`. If `step` is None, the newest good step is written.
     """
     number, tensors, state = _read(comm, path, step)
     rows = {p: (leaf.array, leaf.start) for p, leaf in leaves(state) if isinstance(leaf, Shard)}
@@ -56,10 +51,7 @@ def export_by_all(comm, path: str, target: Path, step: int | None) -> int:
 
 
 def _make(target: Path, tensors: tuple[Fact, ...], rows: dict, extras: dict) -> None:
-    """Create the file with space for all arrays.
-
-    Write the zero-dimensional arrays, and the extras (the values that are not arrays).
-    """
+    """Create the file with space for all arrays; write everything that no rank has in rows."""
     empty, dtypes = named({name_of(t.path): np.empty(0, named_dtype(t.dtype)) for t in tensors})
     # With these properties, HDF5 allocates the space of all data sets before the file is closed,
     # and writes no fill values into it.
@@ -77,10 +69,7 @@ def _make(target: Path, tensors: tuple[Fact, ...], rows: dict, extras: dict) -> 
 
 
 def _stored(array: np.ndarray) -> np.ndarray:
-    """Convert an array to the dtype that the file stores.
-
-    Text is encoded as UTF-8, with space for four bytes per character.
-    """
+    """Convert an array to the dtype that the file stores; text becomes UTF-8."""
     (array,) = named({"": array})[0].values()
     if array.dtype.kind != "U":
         return array
@@ -101,11 +90,7 @@ def _write(data_set, array: np.ndarray, start) -> None:
 
 
 def _read(comm, path: str, step: int | None) -> tuple[int, tuple[Fact, ...], dict]:
-    """Read the rows of each tensor that this rank exports. Collective over `comm`.
-
-    Returns the number of the step, the description of all tensors (name, dtype, shape), and nested
-    dicts with the rows.
-    """
+    """Return the step, the description of all tensors, and this rank's rows. Collective."""
     search = load.Search(path, step)
     with CheckpointStore(comm, path) as store:
         while True:
@@ -126,11 +111,7 @@ def _read(comm, path: str, step: int | None) -> tuple[int, tuple[Fact, ...], dic
 
 
 def _rows(comm, tensors: tuple[Fact, ...]) -> dict:
-    """Allocate an array for this rank's rows of each tensor; return them as nested dicts.
-
-    Each array is the data of a `Shard`. If a tensor has no rows, only rank 0 gets an (empty)
-    `Shard` of it.
-    """
+    """Allocate an array for this rank's rows of each tensor; return them as nested dicts."""
     items = []
     for tensor in tensors:
         axes = len(tensor.shape)

@@ -1,11 +1,10 @@
 """Write a state as one ordinary file for other programs, instead of shards and a manifest.
 
 In an ``.h5`` file, each nested dict of the state is a group. In ``.npz`` and ``.safetensors``
-files, the name of an array is its dict keys joined by ``/``. Extras (the values that are not
-arrays) are JSON in the entry ``__extras__`` of the file; a safetensors file has this entry in its
-metadata. In ``.h5`` and ``.npz`` files, arrays of a dtype that HDF5 or NumPy lacks, such as
-bfloat16, are written as integers with the same bits, and ``__extras__`` names the dtype. A
-safetensors file can hold only arrays whose dtype has a name in the safetensors format.
+files, the name of an array is its dict keys joined by ``/``. The values that are not arrays are
+JSON in the entry ``__extras__``. In ``.h5`` and ``.npz`` files, arrays of a dtype that HDF5 or
+NumPy lacks, such as bfloat16, are written as integers with the same bits, and ``__extras__`` names
+the dtype.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ EXTRAS = "__extras__"
 
 
 def partial_of(out: Path) -> Path:
-    """Return a random temporary name, which the file `out` has until it is complete.
-
-    Raises ConfigError if `out` cannot be a new file.
-    """
+    """Return a random temporary name for the file `out`. Raises ConfigError."""
     check(out)
     return out.with_name(f".{out.name}-{secrets.token_hex(4)}{out.suffix}")
 
@@ -41,8 +37,8 @@ def partial_of(out: Path) -> Path:
 def export_step(path, out, *, step: int | None = None, history: int | None = None) -> int:
     """Write one step of the store at `path` to the file `out` in one process, without MPI.
 
-    Returns the step. `step` is the number of the step, and `history` the number of the history
-    (branch); None means the newest good step, and the newest history.
+    Returns the number of the step. None means the newest good step, and the newest history
+    (branch).
     """
     out = Path(os.fspath(out))
     check(out)
@@ -52,10 +48,7 @@ def export_step(path, out, *, step: int | None = None, history: int | None = Non
 
 
 def check(out: Path) -> None:
-    """Raise ConfigError unless `out` can be a new file with a suffix such as .h5 or .npz.
-
-    The suffix must be in `SUFFIXES`: .h5, .hdf5, .npz or .safetensors.
-    """
+    """Raise ConfigError unless `out` can be a new file with a suffix in `SUFFIXES`."""
     if out.suffix not in SUFFIXES:
         raise ConfigError(f"{out}: expected a name that ends in one of {', '.join(SUFFIXES)}")
     if not out.parent.is_dir():
@@ -82,11 +75,8 @@ def write(state: Mapping, out: Path) -> None:
 
 
 def put_in_place(partial: Path, out: Path) -> None:
-    """Give the complete file `partial` the name `out`.
-
-    This function waits until the file is on the disk, and then renames it. Without the wait, `out`
-    might be empty after a power failure.
-    """
+    """Give the complete file `partial` the name `out`, as soon as it is on the disk."""
+    # Without the wait, `out` might be empty after a power failure.
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     partial.rename(out)
@@ -106,11 +96,7 @@ def _escaped(key: str) -> str:
 
 
 def extras_text(extras: Mapping[str, object], dtypes: Mapping[str, str]) -> str:
-    """Return the JSON text for the entry ``__extras__`` of an exported file.
-
-    The text holds the extras (the values that are not arrays), and the original dtype of each array
-    that `named` has converted to integers.
-    """
+    """Return the JSON text for the entry ``__extras__``: values and original dtypes of arrays."""
     return json.dumps({"values": extras, "dtypes": dtypes})
 
 
@@ -140,12 +126,9 @@ def _hdf5(arrays: Mapping[str, np.ndarray], extras: Mapping, path: Path) -> None
 
 
 def put_extras(file: h5py.File, extras: Mapping[str, object], dtypes: Mapping[str, str]) -> None:
-    """Add the extras (the values that are not arrays) to an HDF5 file, as a data set.
-
-    `dtypes` has the original dtypes of arrays that are stored as integers. The extras are not an
-    attribute, since an attribute is limited to 64 KiB.
-    """
+    """Add the extras (the values that are not arrays) to an HDF5 file, as a data set."""
     text = extras_text(extras, dtypes).encode()
+    # Not an attribute, which could have 64 KiB at most.
     file.create_dataset(EXTRAS, data=np.frombuffer(text, "S1"))
 
 

@@ -4,10 +4,8 @@
     header    JSON: {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
     data      the arrays one after the other, little endian, in C order, without gaps
 
-The arrays are sorted by the size of their elements, largest first, and the header is padded with
-blanks to a multiple of 8 bytes. Because the arrays are sorted, each array begins at a multiple of
-its element size. So the elements are aligned if the file is mapped into memory. Format:
-https://huggingface.co/docs/safetensors
+The arrays are sorted by the size of their elements, largest first, so that the elements are aligned
+if the file is mapped into memory. Format: https://huggingface.co/docs/safetensors
 """
 
 from __future__ import annotations

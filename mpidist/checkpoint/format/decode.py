@@ -1,8 +1,7 @@
 """Decode the manifest and tables of a checkpoint; check that they list every element just once.
 
 The manifest describes the saved arrays, and the table of a shard file lists the parts of arrays
-that this file holds. If an element of an array is in no shard file, or is stored twice, the step
-counts as damaged.
+that this file holds.
 """
 
 from __future__ import annotations
@@ -19,19 +18,9 @@ from .state import named_dtype, show, tree
 
 
 def decode(data: bytes, contents: Sequence[bytes]) -> Manifest:
-    """Check and decode a manifest and its tables; return the Manifest.
+    """Check and decode MANIFEST.json (`data`) and its tables (`contents`); return the Manifest.
 
-    `data` has the bytes of MANIFEST.json, and `contents` has the bytes of each table (the list of
-    the parts in one shard file), in the order in which the manifest lists the tables.
-
-    Raises
-    ------
-    Damaged
-        When a digest, the JSON structure, a name or a size is wrong, or when pieces (stored parts)
-        of an array overlap, or elements are in no piece.
-    Unreadable
-        When the checkpoint is whole, but this software does not know its format version or one of
-        its dtypes.
+    Raises Damaged if anything is wrong, and Unreadable if this software does not know the format.
     """
     tables = manifest.tables_of(data)
     if len(tables) != len(contents):

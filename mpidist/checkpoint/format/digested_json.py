@@ -1,12 +1,4 @@
-"""Encode and decode a line of JSON that ends with the SHA-256 of the bytes before it.
-
-The manifest (the description of a checkpoint) and the head (first line) of each table (the list of
-what a shard file holds) are lines of JSON with their own SHA-256.
-
-The decoder checks the digest before it parses the JSON, and refuses an object with a repeated key.
-Before the readers of checkpoints use a value from the JSON, they check its type and range with
-functions of this module.
-"""
+"""Encode and decode a line of JSON that ends with the SHA-256 of the bytes before it."""
 
 from __future__ import annotations
 
@@ -23,28 +15,20 @@ BIG = 1 << 62
 
 
 class Damaged(CheckpointError):
-    """A file of a checkpoint is missing, or differs from what was written.
-
-    The search for the newest good step catches this exception, and then tries the next older step.
-    """
+    """A file of a checkpoint is missing, or differs from what was written."""
 
 
 def encode_digested(body: dict, last: str, more: str = "") -> bytes:
     """Return `body` as one line of JSON that ends with the SHA-256 of the bytes before it.
 
-    The string `last` is the key of the SHA-256 in the JSON object.
-
-    `more` is JSON text with further keys and values to add to `body`; the text begins with a comma.
+    `last` is the key of the SHA-256, and `more` is JSON text of further keys, with a leading comma.
     """
     head = (json.dumps(body, separators=(",", ":"), allow_nan=False)[:-1] + more).encode()
     return head + f',"{last}":"{hashlib.sha256(head).hexdigest()}"}}\n'.encode()
 
 
 def decode_digested(data: bytes, name: str, last: str) -> dict:
-    """Check the SHA-256 in a line of JSON, and return the dict that `encode_digested` encoded.
-
-    Raises Damaged, with the file's `name`, if the SHA-256 or the JSON is wrong.
-    """
+    """Check the SHA-256 in a line of JSON, and return the dict. Raises Damaged."""
     tail = len(f',"{last}":""}}\n') + 64
     head = data[:-tail]
     digest = hashlib.sha256(head).hexdigest()
@@ -59,10 +43,7 @@ def decode_digested(data: bytes, name: str, last: str) -> dict:
 
 @contextmanager
 def as_damage(name: str):
-    """In the ``with`` block, turn exceptions that unexpected JSON causes into `Damaged`.
-
-    The message of the new exception names the file `name`.
-    """
+    """In a ``with`` block, turn exceptions that unexpected JSON causes into `Damaged`."""
     try:
         yield
     except (Damaged, Unreadable):
@@ -72,10 +53,7 @@ def as_damage(name: str):
 
 
 def _checked(pairs: list) -> dict:
-    """Return the (key, value) `pairs` of a JSON object as a dict.
-
-    Raises Damaged if a key is repeated.
-    """
+    """Return the (key, value) `pairs` of a JSON object as a dict."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise Damaged(f"a manifest holds a key twice: {sorted(key for key, _ in pairs)[:8]}")
@@ -107,10 +85,7 @@ def integers_of(values) -> tuple[int, ...]:
 
 
 def path_of(value) -> Path:
-    """Return a list of dict keys as a tuple: the path to a value in nested dicts.
-
-    Raises Damaged if `value` is not a list of dict keys.
-    """
+    """Return `value`, a list of dict keys, as a tuple; raise Damaged if it is anything else."""
     if not list_of(value) or len(value) > MAX_DEPTH or not all(isinstance(k, str) for k in value):
         raise Damaged(f"{str(value)[:60]} is not a path of keys")
     return tuple(value)

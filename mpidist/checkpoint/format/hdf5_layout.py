@@ -4,18 +4,10 @@
     512    the data of the pieces, parameters first, each aligned to 64 bytes
     end    root group, its names, and for each data set a header with the position of its data
 
-A piece is a part of an array; each piece is one data set of the file. With its HDF5 metadata, a
-shard can be read by HDF5 tools such as h5ls and h5py. There are four reasons not to use the HDF5
-library. The library takes 0.3 ms to create a data set, and the code here takes a few microseconds.
-The code here computes the position of each data set in the file from the sizes of the arrays alone.
-After a failed write, the HDF5 library reports success when the file is flushed and closed. The
-library's writes would not go through the module `files`, where tests can interrupt all writes of a
-store. All structures use the oldest version of the HDF5 format, which every HDF5 library reads. The
-format is described in https://docs.hdfgroup.org/hdf5/v1_14/_f_m_t3.html
-
-The names of data sets are numbers, so no text from the user becomes a path in HDF5. The attribute
-``name`` of a data set holds the name of its tensor. Elements of a dtype that HDF5 lacks, such as
-bfloat16, are stored as bytes, in an additional last axis.
+A piece is a part of an array, and each piece is one data set of the file. The HDF5 library would
+take 0.3 ms to create a data set (the code here takes a few microseconds), and it reports success
+after a failed write. All structures use the oldest version of the HDF5 format:
+https://docs.hdfgroup.org/hdf5/v1_14/_f_m_t3.html
 """
 
 from __future__ import annotations
@@ -51,10 +43,7 @@ _MANTISSA = {2: 10, 4: 23, 8: 52}
 
 
 def place(nbytes: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the offset of each piece (part of an array) in a shard file, and the end of the last.
-
-    `nbytes` has the number of bytes of each piece.
-    """
+    """Return the offsets of parts of `nbytes` bytes in a shard file, and the end of the last."""
     padded = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     ends = np.add.accumulate(np.concatenate([[_DATA], padded]))
     return ends[:-1], int(ends[-1])
@@ -70,14 +59,7 @@ def face(name: str) -> tuple[np.dtype, tuple[int, ...]]:
 
 
 def around(facts: Sequence[Fact], rows: np.ndarray, end: int) -> tuple[bytes, bytes]:
-    """Return the HDF5 metadata of a shard file: the bytes before its data and the bytes after it.
-
-    The table `rows` lists the pieces (parts of arrays) that the file holds.
-
-    `facts` describes all tensors (name, dtype, shape), and `end` is the end of the data, as `place`
-    returned it. The metadata depend only on the pieces; they contain no time, host name or name of
-    a run.
-    """
+    """Return the HDF5 metadata of a shard file: the bytes before and after its data."""
     held, tensor = np.unique(rows[:, piece_table.TENSOR], return_inverse=True)
     mine = [facts[number] for number in held.tolist()]
     dtypes = sorted({fact.dtype for fact in mine})
@@ -167,10 +149,7 @@ Field = bytes | np.ndarray
 
 
 def _headers(facts: Sequence[Fact], tensor, rows, dtypes: list[str], places, at: int):
-    """Return the headers of all data sets, and the position of each header in the file.
-
-    The first header is at position `at`.
-    """
+    """Return the headers of all data sets, and their positions; the first is at position `at`."""
     forms: dict[tuple, int] = {}
     of = [forms.setdefault((fact.dtype, len(fact.shape)), len(forms)) for fact in facts]
     form = 2 * np.array(of, np.int64)[tensor] + (rows[:, piece_table.FLAT] != 0)

@@ -5,32 +5,12 @@
     shard-00003.h5      the numbers
 
 Each writing rank writes a table (the list of what its shard file holds) after the shard is on
-stable storage, so the existence of a table proves that its shard is complete. The manifest stays
-small because the pieces are listed in the tables and not in the manifest. The manifest is one line
-of JSON, and so is the head (first line) of a table. The last field of a manifest, and of the head
-of a table, is the SHA-256 of all bytes before it, so a reader checks the digest before it parses
-the JSON. After its head, a table lists its pieces (parts of tensors) as integers of 8 bytes. For
-each piece, these integers are a row of a `piece_table` without the number of the file. The head of
-a table holds the SHA-256 of all integers after the head. The integers of a table do not change from
-save to save while the arrays keep their names, dtypes and shapes. The integers of a table are read
-as one NumPy array, without a Python object for each piece. Checksums cover all bytes of a shard,
-including metadata and padding:
+stable storage. So a table proves that its shard is complete. The manifest and the first line of a
+table are lines of JSON that end with their own SHA-256.
 
-* CRC-32 of each block of 1 MiB of a shard file. Every reader checks the CRC-32 of each block that
-  it reads. (If there were only a digest of the whole file, a rank that reads a tenth of the file
-  could check nothing.) CRC-32 detects every error within 32 neighbouring bits, and misses one in 4
-  billion other errors. CRC-32 is computed at 3-4 GB/s.
-* SHA-256 of the whole shard file, if the store has the option ``sha256``. ``verify`` checks the
-  SHA-256 of a shard, and the command ``sha256sum`` computes the same value. With the option
-  ``sha256``, the manifest's own digest identifies the whole checkpoint. SHA-256 takes twice as much
-  processor time as all other work of a save. On a processor without SHA-256 instructions, it takes
-  four times as long as on a processor with them.
-
-Neither CRC-32 nor SHA-256 protects against forgery: whoever can write the files can also write the
-checksums.
-
-This module is for version 3 of the checkpoint format. The package also reads versions 1 and 2
-(`old_formats`).
+Each block of 1 MiB of a shard has a CRC-32, which readers check. With the option ``sha256`` of a
+store, the whole file also has a SHA-256. Neither protects against forgery: whoever can write the
+files can also write the checksums.
 """
 
 from __future__ import annotations
@@ -82,9 +62,7 @@ class File(NamedTuple):
 class Manifest(NamedTuple):
     """The description of one checkpoint: everything except the data of its arrays.
 
-    `rows` is the table of all pieces (parts of tensors; see `piece_table`), in the order of the
-    tensors. `files` has the shard files. The column `FILE` of `rows` says in which shard file each
-    piece is: the column holds indices into `files`.
+    `rows` is the table of all parts of tensors; its column `FILE` has indices into `files`.
     """
 
     step: int
@@ -103,11 +81,7 @@ class Manifest(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The part of a manifest that one rank needs: stored parts of tensors to read, and their files.
-
-    The keys of `files` are indices into `Manifest.files`. `rows` is the table of the pieces (stored
-    parts) that the rank reads (see `piece_table`), in the order of the tensors.
-    """
+    """The part of a manifest that one rank needs: stored parts of tensors, and their files."""
 
     block: int
     files: dict[int, File]
@@ -116,10 +90,7 @@ class Layout(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The manifest's entry for a shard's table, the file that lists what the shard contains.
-
-    The entry has the name and the size of the table, and the digest of its head (first line).
-    """
+    """The manifest's entry for a table, the file that lists what a shard contains."""
 
     name: str
     size: int
@@ -130,20 +101,12 @@ class Table(NamedTuple):
 
 
 def numbers(rows: np.ndarray) -> bytes:
-    """Return the bytes that list the pieces `rows` (a piece table) in a shard's table file.
-
-    The column `FILE` (the number of the shard file) is left out, because it is the same in all
-    rows.
-    """
+    """Return the bytes with which a shard's table file lists the parts of arrays in `rows`."""
     return np.delete(rows, piece_table.FILE, axis=1).astype("<i8").tobytes()
 
 
 def encode_head(file: File, count: int, data: bytes) -> bytes:
-    """Return the head of a shard's table file, which describes the bytes after it.
-
-    The bytes after the head are `data`, which lists the `count` pieces (parts of arrays) in the
-    shard.
-    """
+    """Return the first line of a shard's table file, which describes the bytes `data` after it."""
     head = {"format": TABLE, "version": VERSION}
     body = {**file._asdict(), "crc32": list(file.crc32), "pieces": count, "bytes": len(data)}
     return encode_digested({**head, **body, "numbers": hashlib.sha256(data).hexdigest()}, "digest")
@@ -155,10 +118,9 @@ def table_name(shard: str, suffix: str = ".table") -> str:
 
 
 def check_head(head: bytes, block: int, digest: bytes) -> Table:
-    """Check the `head` of a shard's table, and return the manifest's entry for this table.
+    """Check the first line of a shard's table; return the manifest's entry for this table.
 
-    Raises Damaged unless the head describes a complete shard whose list of pieces (parts of arrays)
-    has the SHA-256 `digest`. `block` is the number of bytes for which the shard has a checksum.
+    Raises Damaged unless the shard is complete.
     """
     body = decode_digested(head, "table", "digest")
     with as_damage("table"):
@@ -187,10 +149,8 @@ def encode(
 ) -> bytes:
     """Return the bytes of MANIFEST.json, which depend only on the arguments.
 
-    `block` is the number of bytes for which a file has a checksum, and `writers` the number of
-    ranks that save together, including ranks that write no file. `tables` are the entries of the
-    shards' tables, and `tensors` is the result of `encode_tensors`. `extras` are the (path, value)
-    pairs of the values that are not arrays. `software` has names and versions of software.
+    `block` is the number of bytes for which a file has a checksum. `extras` are the (path, value)
+    pairs of the values that are not arrays.
     """
     body = {"format": FORMAT, "version": VERSION, "step": step, "block": block, "writers": writers}
     body["tables"] = [table._asdict() for table in tables]
@@ -202,11 +162,7 @@ def encode(
 
 
 def tables_of(data: bytes) -> tuple[Table, ...]:
-    """Return a `Table` for each table file (list of a shard's parts) that a MANIFEST.json names.
-
-    The table files are not read. A manifest of format 1 names no tables. Raises Damaged if the
-    manifest is damaged, and Unreadable if its format is not known here.
-    """
+    """Return a `Table` for each table file (list of a shard's parts) that MANIFEST.json names."""
     body = decode_digested(data, NAME, "sha256")
     with as_damage(NAME):
         listed = list_of(body["tables"]) if version_of(body, FORMAT, NAME) > 1 else []
@@ -223,11 +179,7 @@ def tables_of(data: bytes) -> tuple[Table, ...]:
 
 
 def version_of(body: dict, form: str, name: str) -> int:
-    """Return the format version in the JSON `body` of a file; raise Unreadable if it is unknown.
-
-    `form` is the name that the format must have in the JSON, and `name` is the name of the file.
-    Raises Damaged if the file has another format.
-    """
+    """Return the format version in the JSON `body` of a file; raise Unreadable if unknown."""
     if body.get("format") != form:
         raise Damaged(f"{name} was written by another program")
     version = body.get("version")
@@ -239,11 +191,7 @@ def version_of(body: dict, form: str, name: str) -> int:
 
 
 def manifest_of(body: dict, listed: list[File], tensors: list[Fact], rows: list) -> Manifest:
-    """Return the Manifest of a decoded JSON `body`.
-
-    `rows` are tables of the pieces (stored parts of tensors), which the Manifest has in the order
-    of the tensors.
-    """
+    """Return the Manifest of a decoded JSON `body`; `rows` are tables of parts of tensors."""
     table = piece_table.joined(rows, max([1, *(len(tensor.shape) for tensor in tensors)]))
     table = table[np.argsort(table[:, piece_table.TENSOR], kind="stable")]
     step, block = integer_of(body["step"]), integer_of(body["block"], 1)
@@ -253,10 +201,7 @@ def manifest_of(body: dict, listed: list[File], tensors: list[Fact], rows: list)
 
 
 def listed_shard(body: dict, table: Table, suffix: str) -> File:
-    """Return the `File` (size and checksums) of the shard from `body`, the head of its `table`.
-
-    Raises Damaged if the head belongs to the table of another shard.
-    """
+    """Return the size and checksums of the shard from the first line of its `table`."""
     version_of(body, TABLE, table.name)
     file = file_of(body)
     if table_name(file.name, suffix) != table.name:
@@ -265,10 +210,7 @@ def listed_shard(body: dict, table: Table, suffix: str) -> File:
 
 
 def file_of(item: dict) -> File:
-    """Return the `File` that the JSON object `item` describes.
-
-    Raises Damaged if a value in the object is not valid.
-    """
+    """Return the `File` that the JSON object `item` describes. Raises Damaged."""
     name, sha = item["name"], item["sha256"]
     if not isinstance(name, str) or not _SHARD.fullmatch(name):
         raise Damaged(f"{NAME} names the file {name!r}; expected shard-NNNNN.h5")
@@ -279,10 +221,7 @@ def file_of(item: dict) -> File:
 
 
 def tensor_of(path, dtype, shape) -> Fact:
-    """Return a `Fact` (description of a tensor) from its path, dtype and shape in JSON.
-
-    Raises Damaged if the path, the dtype or the shape is not valid.
-    """
+    """Return the description of a tensor from its JSON values. Raises Damaged."""
     if not isinstance(dtype, str):
         raise Damaged(f"dtype {dtype!r} is not a name")
     fact = Fact(path_of(path), dtype, integers_of(shape))

@@ -1,8 +1,7 @@
 """Read manifests of formats 1 and 2, in which each piece (part of a tensor) is a JSON object.
 
 In format 1 the manifest lists the pieces of each tensor. In format 2 each shard has a table, which
-lists the pieces in that shard in one line of JSON. Dataset number `i` of a shard file holds piece
-number `i` of the list in its table.
+lists its pieces in one line of JSON.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from .state import Fact, Path
 def read(body: dict, tables: Sequence, lines: Sequence[bytes]) -> manifest.Manifest:
     """Return the Manifest that the JSON `body` and the `lines` of its tables hold.
 
-    This function does not check that the pieces (stored parts) of each tensor cover it exactly
-    once.
+    The caller must check that the stored parts cover each tensor exactly once.
     """
     items = list_of(body["tensors"])
     tensors = [manifest.tensor_of(item["path"], item["dtype"], item["shape"]) for item in items]
@@ -42,10 +40,7 @@ def read(body: dict, tables: Sequence, lines: Sequence[bytes]) -> manifest.Manif
 
 
 def _tables(tensors: Sequence[Fact], tables: Sequence, lines: Sequence[bytes]):
-    """Return the shard files of format 2, and a tuple for each piece (part of a tensor) in them.
-
-    The tuple has the number of the piece's tensor, the number of its file, and its JSON object.
-    """
+    """Return the shard files of format 2, and (tensor number, file number, JSON) of each piece."""
     numbers: dict[Path, int] = {tensor.path: n for n, tensor in enumerate(tensors)}
     files, found = [], []
     for file, (table, line) in enumerate(zip(tables, lines, strict=True)):

@@ -6,12 +6,9 @@
          1     0     640     1   0  0    5  1        elements 0 to 4
          1     1     640     1   5  0    4  1
 
-Each row of the table describes one piece, a part of a tensor that is stored without gaps in one
-file. If the column `flat` is 0, the piece is a box, with a start and an extent on each axis. If the
-column `flat` is 1, the piece is a range of the tensor flattened in C order. A table has columns for
-a fixed number of axes. A tensor with fewer axes gets more axes of length 1 after its last axis,
-which does not change its size or the order of its elements. The functions here are pure arithmetic:
-they use neither MPI nor the disk.
+Each row describes one piece: a part of a tensor that is stored without gaps in one file. If the
+column `flat` is 0, the piece is a box, with a start and an extent on each axis. If it is 1, the
+piece is a range of the tensor flattened in C order.
 """
 
 from __future__ import annotations
@@ -35,10 +32,7 @@ TENSOR, FILE, OFFSET, FLAT, START = range(5)
 
 
 def blank(count: int, dims: int) -> np.ndarray:
-    """Return a new table for `count` pieces (parts of tensors) of `dims` axes.
-
-    The extents are 1, and all other columns are 0.
-    """
+    """Return a new table for `count` parts of tensors of `dims` axes, with extents of 1."""
     rows = np.zeros((count, START + 2 * dims), np.int64)
     rows[:, START + dims :] = 1
     return rows
@@ -50,7 +44,7 @@ def axes(rows: np.ndarray) -> int:
 
 
 def joined(tables: Sequence[np.ndarray], dims: int = 1) -> np.ndarray:
-    """Return one table of pieces with all rows of `tables`, and columns for `dims` or more axes."""
+    """Return one table with all rows of `tables`, and columns for `dims` or more axes."""
     dims = max([dims, *map(axes, tables)])
     out = blank(sum(map(len, tables)), dims)
     at = 0
@@ -63,11 +57,7 @@ def joined(tables: Sequence[np.ndarray], dims: int = 1) -> np.ndarray:
 
 
 def of_regions(regions: Sequence[tuple[int, Region]], file: int = 0) -> np.ndarray:
-    """Return a table with a row for each (tensor number, region) pair.
-
-    In every row, the column "file" (the number of the shard file) is `file`, and the column
-    "offset" (the position in the file) is 0.
-    """
+    """Return a table with a row for each (tensor number, region) pair, all in file `file`."""
     dims = max((len(r.start) for _, r in regions if isinstance(r, Box)), default=0) or 1
     zeros, ones = (0,) * dims, (1,) * dims
     listed = []
@@ -95,7 +85,7 @@ def sizes(rows: np.ndarray) -> np.ndarray:
 class Grid:
     """The shapes of all tensors as one array of integers: a row per tensor, `dims` columns.
 
-    A tensor with fewer than `dims` axes gets axes of length 1 at its end.
+    A shape with fewer axes is filled up with ones.
     """
 
     def __init__(self, shapes: Sequence[Shape], dims: int):
@@ -116,9 +106,8 @@ class Grid:
 class Geometry:
     """The positions of pieces (parts of tensors) in their tensors.
 
-    `rows` is a piece table, and `grid` has the shapes of the tensors.
-
-    For a piece that does not lie inside its tensor, only the attribute `inside` is defined.
+    Positions count through all flattened tensors, laid end to end, and are defined only for pieces
+    inside their tensors.
     """
 
     def __init__(self, grid: Grid, rows: np.ndarray):
@@ -130,7 +119,7 @@ class Geometry:
 
     @cached_property
     def inside(self) -> np.ndarray:
-        """For each piece (row of the table), whether it lies inside its tensor."""
+        """For each row (a part of a tensor), whether it lies inside its tensor."""
         start, extent, full, flat = self.start, self.extent, self.full, self.flat
         good = ((start >= 0) & (extent >= 0) & (extent <= full - start)).all(axis=1)
         if flat.any():
@@ -142,31 +131,24 @@ class Geometry:
 
     @cached_property
     def size(self) -> np.ndarray:
-        """Number of elements of each piece (row of the table)."""
+        """For each row (a part of a tensor), its number of elements."""
         return np.multiply.reduce(self.extent, axis=1)
 
     @cached_property
     def low(self) -> np.ndarray:
-        """Position of the first element of each piece (row of the table).
-
-        The positions count through all flattened tensors, laid end to end.
-        """
+        """For each row (a part of a tensor), the position of its first element."""
         inner = np.einsum("ij,ij->i", self.start, self.grid.stride[self.tensor])
         return self.grid.base[self.tensor] + np.where(self.flat, self.start[:, 0], inner)
 
     @cached_property
     def last(self) -> np.ndarray:
-        """Position just after the last element of each piece (row of the table).
-
-        The positions count through all flattened tensors, laid end to end. The value is undefined
-        for an empty piece.
-        """
+        """For each row (a part of a tensor), the position just after its last element."""
         inner = np.einsum("ij,ij->i", self.extent - 1, self.grid.stride[self.tensor])
         return self.low + np.where(self.flat, self.extent[:, 0], inner + 1)
 
     @cached_property
     def together(self) -> np.ndarray:
-        """For each piece (row), whether its elements are contiguous in the flattened tensor."""
+        """For each row (a part of a tensor), whether it is contiguous in the flattened tensor."""
         good, partial = np.ones(len(self.rows), bool), np.zeros(len(self.rows), bool)
         for axis in range(self.grid.dims - 1, -1, -1):
             good &= ~partial | (self.extent[:, axis] == 1)
@@ -175,15 +157,8 @@ class Geometry:
 
 
 def untiled_tensor(shapes: Sequence[Shape], rows: np.ndarray) -> tuple[int, str] | None:
-    """Find a tensor whose stored parts overlap or leave a hole; return its number and a text.
-
-    Returns None if there is no such tensor.
-
-    There are two quick tests. If all pieces of a tensor are contiguous, they are sorted, and each
-    piece is compared with the next piece. Otherwise `_unseparated` cuts the tensor along its axes
-    between the pieces. If the quick tests do not prove that the pieces tile the tensor, the slower
-    function `untiled` decides.
-    """
+    """Find a tensor whose stored parts overlap or leave a hole; return (number, text), or None."""
+    # Two quick tests prove most tensors; the slower `untiled` decides about the others.
     for tensor in _unproved(Grid(shapes, axes(rows)), rows):
         mine, shape = rows[rows[:, TENSOR] == tensor].tolist(), shapes[tensor]
         if reason := untiled(shape, [region_of_row(row, len(shape)) for row in mine]):
@@ -192,10 +167,7 @@ def untiled_tensor(shapes: Sequence[Shape], rows: np.ndarray) -> tuple[int, str]
 
 
 def _unproved(grid: Grid, rows: np.ndarray) -> list[int]:
-    """Return the tensors for which the two quick tests do not prove that their pieces tile them.
-
-    Pieces tile a tensor if they cover it without an overlap or a hole.
-    """
+    """Return the tensors of which two quick tests do not prove that their pieces tile them."""
     if not grid.exact:
         return list(range(len(grid.shapes)))
     it = Geometry(grid, rows)
@@ -217,13 +189,9 @@ def _unproved(grid: Grid, rows: np.ndarray) -> list[int]:
 
 
 def _unseparated(it: Geometry, which: np.ndarray) -> np.ndarray:
-    """Return the tensors whose stored boxes cannot all be separated by cuts along the axes.
-
-    `which` has the row numbers of the boxes.
-
-    At first all boxes of a tensor are one group. If, on some axis, the intervals of the boxes of a
-    group are equal or disjoint, the group is cut into smaller groups, one for each interval.
-    """
+    """Return the tensors whose stored boxes cannot all be separated by cuts along the axes."""
+    # At first all boxes of a tensor are one group. A group is cut into smaller ones on an axis on
+    # which the intervals of its boxes are equal or disjoint.
     group = it.tensor[which]
     while len(which):
         before = len(unique_numbers(group))
@@ -249,11 +217,7 @@ def _unseparated(it: Geometry, which: np.ndarray) -> np.ndarray:
 
 
 def distinct(grid: Grid, rows: np.ndarray) -> np.ndarray:
-    """Return the `rows` of a piece table without empty pieces and repeated regions.
-
-    If several rows have the same region, only the first of them is left. All pieces must lie inside
-    their tensors.
-    """
+    """Return the `rows` of a piece table without empty pieces and repeated regions."""
     filled = sizes(rows) > 0
     low = Geometry(grid, rows).low
     order = np.argsort(low, kind="stable")
@@ -276,11 +240,8 @@ def _equal(rows: np.ndarray, which: np.ndarray, others: np.ndarray, than: np.nda
 def overlapping(grid: Grid, wants: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return all pairs of a region in `wants` and a region in `rows` that have common elements.
 
-    Two arrays are returned: the row numbers in `wants`, and the row numbers in `rows`.
-
-    All regions must lie inside their tensors, and the regions in `rows` must cover each tensor
-    exactly once. The pairs are in no particular order. A flat range and a box may be returned as a
-    pair although they share no element.
+    Returns two arrays of row numbers, in no particular order. The regions in `rows` must cover each
+    tensor exactly once.
     """
     if not len(rows):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -298,11 +259,7 @@ def overlapping(grid: Grid, wants: np.ndarray, rows: np.ndarray) -> tuple[np.nda
 
 
 def _searched(grid: Grid, wants: np.ndarray, rest: np.ndarray, piece: Geometry):
-    """Yield, part by part, the pairs that `overlapping` returns for the rows `rest` of `wants`.
-
-    `piece` has the pieces (stored parts) to search. For each region, the function finds the pieces
-    that overlap it on one axis, and then compares all axes.
-    """
+    """Yield, part by part, the pairs that `overlapping` returns for the rows `rest` of `wants`."""
     axis = _axis(grid, piece)
     low, high = _interval(grid, piece, axis)
     order = np.argsort(low, kind="stable")
@@ -326,10 +283,7 @@ def _searched(grid: Grid, wants: np.ndarray, rest: np.ndarray, piece: Geometry):
 
 
 def _axis(grid: Grid, piece: Geometry) -> np.ndarray:
-    """Return, for each tensor, the axis on which `_searched` looks for the tensor's stored parts.
-
-    The axis is -1 if `_searched` looks for positions in the flattened tensor instead.
-    """
+    """Return the axis on which `_searched` compares each tensor's parts; -1 for flat positions."""
     split = np.zeros(len(grid.shapes), bool)
     split[piece.tensor[~piece.together]] = True
     best, most = np.full(len(split), -1), np.zeros(len(split), np.int64)
@@ -343,11 +297,7 @@ def _axis(grid: Grid, piece: Geometry) -> np.ndarray:
 
 
 def _interval(grid: Grid, it: Geometry, axis: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return where each piece begins and ends on its tensor's `axis`, with the tensor's base added.
-
-    The base is the position of the tensor's first element when all tensors are laid end to end, so
-    the intervals of two tensors never overlap.
-    """
+    """Return where each piece begins and ends on its tensor's `axis`, plus the tensor's base."""
     low, high = it.low.copy(), it.last.copy()
     cut = np.flatnonzero(axis[it.tensor] >= 0)
     on, tensor = axis[it.tensor[cut]], it.tensor[cut]

@@ -1,17 +1,13 @@
 """Regions (boxes or flat ranges) of a global array, and a check that regions tile the array.
 
 A *box* is a range of indices on each axis, as in a block of rows or a tile. A *flat range* is a
-range of positions in the array flattened in C order. For example, the part of an array that one
-parameter server holds is a flat range, and so is the part that one rank writes of an array that all
-ranks hold. To compare a flat range with boxes, the functions here cut the range into a few boxes.
-An example is the flat range of elements 2 to 13 of a 4 x 4 array:
+range of positions in the array flattened in C order. To compare the two, a flat range is cut into a
+few boxes, here of a 4 x 4 array:
 
     . . a a
     b b b b       flat range 2:14  =  boxes a, b, c; never more than 2 ndim - 1 of them
     b b b b
     c c . .
-
-The functions here are pure arithmetic: they use neither MPI nor the data of arrays.
 """
 
 from __future__ import annotations
@@ -79,11 +75,9 @@ def fits(region: Region, shape: Shape) -> bool:
 
 
 def boxes_of(region: Region, shape: Shape) -> list[tuple[int, Box]]:
-    """Cut `region` of an array of `shape` into boxes.
+    """Cut `region` of an array of `shape` into boxes; return (offset, box) pairs.
 
-    Returns (offset, box) pairs: the offset counts the elements of the region before the box. In the
-    region, the elements of each box are contiguous and in C order. If an array has the elements of
-    the region in order, a slice of the array can therefore be reshaped to each box.
+    The offset counts the elements of the region before the box.
     """
     if not region.size:
         return []
@@ -94,10 +88,7 @@ def boxes_of(region: Region, shape: Shape) -> list[tuple[int, Box]]:
 
 
 def _boxes(start: int, stop: int, shape: Shape, prefix: Shape = ()) -> Iterator[Box]:
-    """Cut the flat range ``start:stop`` of a sub-array into boxes, and yield them in order.
-
-    `prefix` is the index of the sub-array in the whole array.
-    """
+    """Cut the flat range ``start:stop`` of a sub-array into boxes, and yield them in order."""
     axis = len(prefix)
     if axis == len(shape):
         yield Box(prefix, (1,) * axis)
@@ -128,11 +119,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def untiled(shape: Shape, regions: Sequence[Region]) -> str | None:
-    """Return a text that says why `regions` do not tile an array of `shape`, or None if they do.
-
-    Regions tile an array if each region lies inside the array, no two regions share an element, and
-    all regions together have as many elements as the array.
-    """
+    """Return why `regions` do not cover an array of `shape` exactly once; None if they do."""
     for region in regions:
         if not fits(region, shape):
             return f"{region} lies outside shape {shape}"
@@ -160,10 +147,7 @@ def untiled(shape: Shape, regions: Sequence[Region]) -> str | None:
 
 
 def rows(count: int, row_bytes: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Divide rows into groups of at most `limit` bytes; yield (start, stop) for each group.
-
-    A group has at least one row.
-    """
+    """Divide rows into groups of at most `limit` bytes; yield (start, stop) for each group."""
     step = max(1, limit // max(1, row_bytes))
     for start in range(0, count, step):
         yield start, min(start + step, count)

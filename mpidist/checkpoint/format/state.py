@@ -6,7 +6,6 @@
 
 A leaf is a value in the nested dicts that is no dict, or is an empty dict. A checkpoint identifies
 a leaf by its path of dict keys, its dtype and its global shape, but not by the rank that held it.
-The functions here do not use MPI, and nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ class Fact(NamedTuple):
 
 
 class Unreadable(CheckpointError):
-    """A checkpoint is undamaged, but this installation cannot read its format or one of its dtypes.
-
-    Since the checkpoint is not damaged, a reader that raises this error does not try an older step.
-    """
+    """A checkpoint is undamaged, but this installation cannot read its format or a dtype of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,10 +60,9 @@ class Shard:
     global_shape : tuple of int
         Shape of the whole array.
     start : tuple of int or int
-        If `start` is a tuple, it is the index of the first element in the global array, and `array`
-        is a rectangular block. If `start` is an int, it is the position of the first element in the
-        global array flattened in C order, and `array` is one-dimensional. The shards of parameter
-        servers have an int as `start`.
+        A tuple is the index of the first element in the global array, and `array` is a rectangular
+        block. An int is the position of the first element in the global array flattened in C order,
+        and `array` is one-dimensional.
 
     Raises
     ------
@@ -106,17 +101,14 @@ class Shard:
 
 
 def is_array(leaf) -> bool:
-    """Whether `leaf` (a value of a state) is an array, a NumPy scalar or a DLPack tensor.
-
-    The result is False for a `Shard`.
-    """
+    """Whether `leaf` is an array, a NumPy scalar or a DLPack tensor, but not a `Shard`."""
     if isinstance(leaf, (np.ndarray, np.generic)) or is_device(leaf):
         return True
     return hasattr(leaf, "__dlpack__") and hasattr(leaf, "__dlpack_device__")
 
 
 def has_array(leaf) -> bool:
-    """Whether `leaf` (a value of a state) is an array or a `Shard`; else it is an extra."""
+    """Whether `leaf`, a value of a state, is an array or a `Shard`."""
     return isinstance(leaf, Shard) or is_array(leaf)
 
 
@@ -191,8 +183,7 @@ _SHORT = re.compile(rf"[<>|][{_KINDS}][0-9]*(\[[0-9]*[A-Za-z]+\])?", re.ASCII)
 def dtype_name(dtype) -> str:
     """Return the name of `dtype` in a manifest, for example ``<f4`` or ``bfloat16``.
 
-    Raises ConfigError for object dtypes, whose arrays hold only pointers, and for structured
-    dtypes, which have no name.
+    Raises ConfigError for object dtypes and structured dtypes.
     """
     dtype = np.dtype(dtype)
     if dtype.kind in _KINDS and _by_string(dtype.str) == dtype:
@@ -203,11 +194,7 @@ def dtype_name(dtype) -> str:
 
 
 def named_dtype(name: str) -> np.dtype:
-    """Return the dtype that has this `name` in a manifest.
-
-    Raises Unreadable for an unknown name, and for a dtype of the package ml_dtypes if that package
-    is not installed.
-    """
+    """Return the dtype of this `name` in a manifest. Raises Unreadable."""
     found = _of_numpy(name)
     if found is None and name.isidentifier() and len(name) <= 24:
         found = extended_dtype(name)
@@ -240,9 +227,7 @@ def _by_string(name: str) -> np.dtype | None:
 def to_json(value, path: Path = ()):
     """Return an extra (a leaf that is not an array) as values that strict JSON can hold.
 
-    A dict becomes a JSON object with the one key "dict". A float that is not finite becomes a JSON
-    object with the one key "float". A tuple becomes a list. Raises ConfigError for a value of a
-    type that JSON does not have.
+    Raises ConfigError for a type that JSON does not have.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -275,15 +260,12 @@ def to_json(value, path: Path = ()):
 
 
 def plain(value, path: Path = ()):
-    """Return an extra (a value that is no array) as it is after a save and a restore.
-
-    A tuple becomes a list.
-    """
+    """Return a value that is no array as it is after a save and a restore."""
     return from_json(to_json(value, path))
 
 
 def from_json(value):
-    """Return the value that `to_json` encoded. Raises CheckpointError for JSON of another form."""
+    """Return the value that `to_json` encoded. Raises CheckpointError."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):

@@ -1,8 +1,7 @@
 """Choose which bytes of the files fill each array in a restore, and which rank reads them.
 
-Arrays in host memory are filled in place, block by block. The values of an array on a device, or of
-a NumPy scalar, are first read into a temporary host array; such an array or scalar is called
-staged.
+Arrays in host memory are filled in place. The values of an array on a device, or of a NumPy scalar,
+are first read into a temporary host array; such an array or scalar is called staged.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ STAGED = 256 << 20
 
 
 def is_whole(leaf) -> bool:
-    """Whether other ranks may read parts of an array of the state, and send them to this rank.
-
-    The result is true if `leaf` is a whole array that is contiguous or staged (read through a
-    temporary host array).
-    """
+    """Whether other ranks may read parts of this array, and send them to this rank."""
     return is_array(leaf) and (_is_staged(leaf) or array_of(leaf).flags.c_contiguous)
 
 
@@ -41,14 +36,7 @@ def staged_bytes(leaf) -> int:
 
 
 def batches(sizes: Sequence[int]) -> list[int]:
-    """Divide the tensors of a restore into consecutive batches, and return the end of each batch.
-
-    `sizes` has the bytes of temporary host memory that each tensor needs.
-
-    The tensors of a batch need at most `STAGED` bytes (256 MiB) together, unless the batch is a
-    single tensor. Batches are as long as possible, because a block of a file with data of two
-    batches is read twice.
-    """
+    """Divide the tensors of a restore into consecutive batches; return the end of each batch."""
     ends, held = list[int](), 0
     for number, size in enumerate(sizes):
         if held and held + size > STAGED:
@@ -61,18 +49,8 @@ def batches(sizes: Sequence[int]) -> list[int]:
 class Filling:
     """The arrays to fill, and the read items (ranges of bytes of files) that fill them.
 
-    Parameters
-    ----------
-    found : Manifest or Layout
-        The pieces of the saved tensors, and the files in which they are.
-    items : (path, leaf) pairs
-        The values of the state to fill, each with its path of dict keys.
-    common : collection of Path
-        Paths of the arrays that all ranks want whole (`is_whole`). Each rank reads a part of these
-        arrays, and sends this part to all other ranks.
-    rank, ranks : int
-    room : array, optional
-        Buffer for messages with several small arrays; by default a new buffer is made.
+    `common` has the paths of the arrays that all ranks want whole, of which each rank reads a part
+    and sends it to all others.
     """
 
     def __init__(

@@ -34,11 +34,7 @@ _NAP = 0.0002
 
 
 def partition_reads(wants: Sequence[ReadItem], block: int, ranks: int) -> list[list[ReadItem]]:
-    """Divide the read items `wants` into one list per rank, with about equal bytes in each list.
-
-    All ranks compute the same lists. Ranges are cut only between two blocks of a file, and small
-    ranges in one block stay on one rank, so that few blocks are read by two ranks.
-    """
+    """Divide the requests to read into one list per rank, of about equal bytes."""
     bounds = BlockPartition(sum(want.count for want in wants), ranks).bounds()
     dealt: list[list[ReadItem]] = [[] for _ in range(ranks)]
     rank, done, last = 0, 0, (-1, -1)
@@ -53,10 +49,7 @@ def partition_reads(wants: Sequence[ReadItem], block: int, ranks: int) -> list[l
 
 
 def _parts(want: ReadItem, cuts: Sequence[int], block: int) -> Iterator[ReadItem]:
-    """Cut the bytes of `want` into parts: for each position in `cuts`, at the next block boundary.
-
-    A RowReadItem, which reads whole rows to fill parts of them, is not cut.
-    """
+    """Cut the bytes of `want` into parts: after each position in `cuts`, at a block boundary."""
     if isinstance(want, RowReadItem) or want.target is None:
         yield want
         return
@@ -79,9 +72,7 @@ def message_room() -> np.ndarray:
 class ReadAndBroadcast:
     """Divides data that all ranks need among the ranks; each rank reads and broadcasts a part.
 
-    Only `exchange` is collective. All ranks must pass the same read items as `wants`. Attribute
-    `mine` is the list of the items that this rank reads. `room` is a buffer for messages; if a
-    message needs a larger buffer, one is allocated here.
+    All ranks must pass the same read items as `wants`.
     """
 
     def __init__(self, wants: Sequence[ReadItem], block: int, rank: int, ranks: int, room=None):
@@ -102,13 +93,14 @@ class ReadAndBroadcast:
     def exchange(self, comm, over: Callable[[], bool]) -> None:
         """Broadcast every array to be filled, as soon as it is read, from the rank that reads it.
 
-        Collective. `over` returns whether this rank has stopped reading. If the rank has stopped
-        before it has read all its arrays, it broadcasts the unread arrays with their present
-        contents, so that no rank waits for ever. The caller must report why the rank stopped.
+        Collective. ``over()`` returns whether this rank has stopped reading. If it has stopped
+        early, the caller must report why.
         """
         if not (self._large or self._small):
             return
 
+        # A rank that has stopped early broadcasts its arrays as they are, so that no rank waits for
+        # ever.
         def wait_for(root: int, items: Sequence[ReadItem]) -> None:
             # The rank sleeps, because the threads that read may need this core.
             while comm.rank == root and any(item.left for item in items) and not over():

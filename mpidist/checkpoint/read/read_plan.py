@@ -18,10 +18,8 @@ _counting = threading.Lock()
 class ReadItem:
     """A request to read the bytes ``offset : offset + count`` of a file.
 
-    The bytes are copied to `target`. If `target` is None, the bytes are only read and checked.
-
-    A `target` is a contiguous one-dimensional array of bytes. Attribute `left` is the number of
-    bytes that are not yet read.
+    The bytes are copied to `target`, a contiguous one-dimensional array of bytes, or only checked
+    if `target` is None.
     """
 
     def __init__(self, file: int, offset: int, count: int, target=None):
@@ -29,10 +27,7 @@ class ReadItem:
         self.left = count
 
     def take(self, at: int, data: np.ndarray) -> None:
-        """Copy `data`, the bytes from position `at` of this item's byte range on, to the target.
-
-        Any thread may call this method.
-        """
+        """Copy `data`, the bytes from position `at` on, to the target; any thread may call this."""
         if self.target is not None:
             np.copyto(self.target[at : at + len(data)], data)
         with _counting:
@@ -40,10 +35,7 @@ class ReadItem:
 
 
 class RowReadItem(ReadItem):
-    """A request to read whole rows of an array in a file; only a part is copied to `target`.
-
-    The slices `cut` select the part of the rows that is copied.
-    """
+    """A request to read whole rows of an array in a file; only the slices `cut` go to `target`."""
 
     def __init__(self, file: int, offset: int, shape: tuple[int, ...], cut: tuple, target):
         super().__init__(file, offset, prod(shape) * target.itemsize, target)
@@ -52,10 +44,7 @@ class RowReadItem(ReadItem):
         self._rows: np.ndarray | None = None
 
     def take(self, at: int, data: np.ndarray) -> None:
-        """Store `data`, the part of the bytes of the rows that begins at position `at`.
-
-        When all bytes of the rows are stored, fill the target.
-        """
+        """Store `data`, the bytes of the rows from position `at` on; at the end fill the target."""
         with self._lock:
             if self._rows is None:
                 self._rows = np.empty(self.count, np.uint8)
@@ -69,13 +58,7 @@ class RowReadItem(ReadItem):
 
 
 class Places:
-    """The positions in the shard files of all pieces (stored parts) of each tensor of a checkpoint.
-
-    Parameters
-    ----------
-    found : Manifest or Layout
-        The pieces of the saved tensors, and the files in which they are.
-    """
+    """The positions in the shard files of all stored parts of each tensor of a checkpoint."""
 
     def __init__(self, found):
         self._found, rows = found, found.rows
@@ -90,12 +73,7 @@ class Places:
         self._bounds = np.searchsorted(it.tensor, np.arange(len(shapes) + 1)).tolist()
 
     def wants(self, number: int, region: Region, target) -> Iterator[ReadItem]:
-        """Yield the read items (byte requests) that fill `target` with a `region` of a tensor.
-
-        `target` is an array in host memory with the region's shape and the tensor's dtype; it may
-        have any strides. If the region has only parts of rows, and a row is at most one block (1
-        MiB) long, whole rows are read, in groups of at most one block of bytes.
-        """
+        """Yield the read items (byte requests) that fill `target` with a `region` of a tensor."""
         start, stop = self._bounds[number : number + 2]
         shape, itemsize = self._found.tensors[number].shape, target.itemsize
         span = span_of(region, shape) if target.flags.c_contiguous else None
@@ -150,15 +128,7 @@ def _slices(start, extent, origin) -> tuple[slice, ...]:
 
 
 def _cut(source, cut: tuple[slice, ...], target, block: int) -> Iterator[ReadItem]:
-    """Yield the read items (byte requests) for the box `cut` of an array in C order in a file.
-
-    `source` is the (file number, offset in the file, shape) of the array. A row is a sub-array at
-    one index of the first axis. If the box has only full rows, one item reads them all as one range
-    of bytes. If the box has only a part of each row, and a row is not longer than a block of the
-    file, the items read whole rows, since each block that has a part of a row must be read whole
-    anyway, to compare its checksum. If a row is longer than a block, the row is treated as an array
-    of its own.
-    """
+    """Yield the read items (byte requests) for the box `cut` of an array in C order in a file."""
     file, offset, shape = source
     first, last = (cut[0].start, cut[0].stop) if shape else (0, 1)
     row = prod(shape[1:]) * target.itemsize
@@ -170,6 +140,8 @@ def _cut(source, cut: tuple[slice, ...], target, block: int) -> Iterator[ReadIte
         for i in range(first, last):
             inner = (file, offset + i * row, shape[1:])
             yield from _cut(inner, cut[1:], target[i - first], block)
+    # Whole rows are read: each block with a part of a row must be read whole anyway, to compare its
+    # checksum.
     else:
         rows = (slice(None), *cut[1:])
         for start, stop in groups_of(last - first, row, block):

@@ -1,9 +1,8 @@
 """Read byte ranges of shard files, and check every block of 1 MiB before its bytes are used.
 
-The reader does not parse HDF5, since the manifest has the offset of each piece (stored part) of a
-tensor. A read item, which the caller makes, is a range of bytes and the array that these bytes
-fill. The reader handles all read items together, in the order of their positions in the files, so
-that a block that several items need is read and checked once:
+A read item is a range of bytes and the array that these bytes fill. The reader handles all read
+items in the order of their positions in the files, so that a block that several items need is read
+and checked once:
 
     items      w[0:900]      w[900:1000]  b[0:50]  m[0:2000]
     blocks     |   0   |   1   |   2   |   3   |   4   |   5   |    each call reads a few blocks
@@ -35,10 +34,7 @@ _AHEAD = 4
 
 
 class _Summed(ReadItem):
-    """A request to read a whole file and to compute the SHA-256 of its bytes.
-
-    SHA-256 takes bytes in order, so one thread must read the file from its beginning to its end.
-    """
+    """A request to read a whole file and to compute the SHA-256 of its bytes."""
 
     def __init__(self, file: int, count: int):
         super().__init__(file, 0, count)
@@ -49,10 +45,7 @@ class _Summed(ReadItem):
 
 
 class _Group(NamedTuple):
-    """Consecutive blocks of a file, and for each block the read items (requests) that need it.
-
-    The number of the first block is `first`.
-    """
+    """Consecutive blocks of a file, and for each block the read items (requests) that need it."""
 
     file: int
     first: int
@@ -62,13 +55,8 @@ class _Group(NamedTuple):
 class Reader:
     """A reader of the shard files of one checkpoint, in a folder that the caller keeps open.
 
-    Parameters
-    ----------
-    verify : bool
-        Whether blocks are compared with their checksums.
-    direct : bool
-        Whether reads bypass the cache of the operating system, where that is possible. Reads that
-        bypass the cache are faster if no other process reads the same bytes.
+    `verify` says whether blocks are compared with their checksums, and `direct` whether reads
+    bypass the cache of the operating system.
     """
 
     def __init__(
@@ -86,9 +74,8 @@ class Reader:
     ) -> None:
         """Read and check every block that the items `wants` need, and fill the arrays of the items.
 
-        A block is 1 MiB of a shard file, which has a checksum of its own. Stop reading early when
-        `wanted` returns False. Raise Damaged when a block does not match its checksum or cannot be
-        read. Some arrays may already be filled when Damaged is raised.
+        Stops early when ``wanted()`` returns False. Raises Damaged when a block does not match its
+        checksum or cannot be read; some arrays may then be filled already.
         """
         groups, block = self._groups(wants), self._manifest.block
         taken, lock = iter(range(len(groups))), threading.Lock()
@@ -142,24 +129,19 @@ class Reader:
             raise next((e for e in errors if not isinstance(e, Exception)), errors[0])
 
     def check_file(self, number: int) -> None:
-        """Compare shard file `number` with the checksums and the SHA-256 in the manifest.
-
-        Raise Damaged if the file does not match them.
-        """
+        """Compare shard file `number` with its checksums and SHA-256. Raises Damaged."""
         listed = self._manifest.files[number]
         if listed.sha256 is None:
             self.read([ReadItem(number, 0, listed.size)])
             return
         item = _Summed(number, listed.size)
+        # SHA-256 takes bytes in order, so one thread reads the file.
         self.read([item], threads=1)
         if item.digest.hexdigest() != listed.sha256:
             raise Damaged(f"{listed.name} fails its SHA-256")
 
     def _groups(self, wants: Sequence[ReadItem]) -> list[_Group]:
-        """Return the blocks that the read items `wants` need, in groups of successive blocks.
-
-        The groups are sorted by file and position.
-        """
+        """Return the blocks that the read items `wants` need, in groups of successive blocks."""
         block = self._manifest.block
         touched: dict[tuple[int, int], list[ReadItem]] = {}
         for want in wants:
@@ -200,10 +182,7 @@ class Reader:
 def open_reader(
     path: str, entry: Entry, manifest: Manifest | Layout, verify: bool = True, direct: bool = False
 ) -> Iterator[Reader]:
-    """Yield a reader of the step folder `entry` at `path`.
-
-    `verify` and `direct` are those of `Reader`. Raise Damaged if the folder cannot be opened.
-    """
+    """Yield a reader of the step folder `entry` at `path`. Raises Damaged."""
     with ExitStack() as stack:
         try:
             root = stack.enter_context(files.folder(path))

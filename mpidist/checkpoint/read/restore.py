@@ -7,11 +7,8 @@
                --agreement-->  all ranks have read all, or rank 0 looks for an older step
 
 Each rank reads the parts of arrays that it wants, even if the save divided the arrays in another
-way. If the state to fill has shards, and the checkpoint has very many pieces (stored parts of
-arrays), each rank receives only the positions of the pieces that it wants (`share_manifest`). A
-step is accepted only if all ranks can read their parts. Each block of a file is checked before its
-bytes are used, so the bytes are copied to the caller's arrays at once, without a temporary copy of
-all arrays. If a block is damaged, all arrays are filled again from an older step.
+way. Each block of a file is checked before its bytes are copied to the caller's arrays. If a block
+is damaged, all arrays are filled again from an older step.
 """
 
 from __future__ import annotations
@@ -56,9 +53,9 @@ _FEW = 2048
 class Leaf(NamedTuple):
     """The description of a leaf of the state that a rank wants to fill.
 
-    shape : the global shape, or None if the leaf is not an array.
-    whole : whether other ranks may read parts of the leaf, and send them to this rank.
-    staged : bytes of temporary host memory that the leaf needs on its way to a device.
+    `shape` is the global shape, or None if the leaf is not an array. `whole` says whether other
+    ranks may read parts of it for this rank. `staged` is the number of bytes of temporary host
+    memory that it needs on its way to a device.
     """
 
     path: Path
@@ -82,16 +79,9 @@ class Wish(NamedTuple):
 class FoundStep(NamedTuple):
     """A step that all ranks try to read, as rank 0 describes it.
 
-    tensors, extras : the descriptions of the arrays of the step, and its other values.
-    common : numbers of the tensors that all ranks want whole. Each rank reads a part of these
-        tensors, and broadcasts this part.
-    ends : for each batch of tensors, the number of its last tensor, plus 1. The arrays of a batch
-        are filled together.
-    large : whether some rank needs much memory for its read plan, or temporary host memory for
-        arrays on devices. If `large` is true, the ranks agree before they read that no rank lacks
-        memory.
-    found : the positions of all pieces (stored parts of arrays), or None if each rank must ask
-        for the pieces that it wants.
+    `common` has the numbers of the tensors that all ranks want whole. `ends` has the ends of the
+    batches of tensors that are filled together. `found` has the positions of all parts of arrays,
+    or None if each rank must ask for those that it wants.
     """
 
     entry: Entry
@@ -106,17 +96,7 @@ class FoundStep(NamedTuple):
 class Restore:
     """One call of `restore`. Only rank 0 searches for a step, and holds the manifest of the step.
 
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Comm
-    place : Place
-        The folder of the store. Its attribute `line` tells rank 0 which step to try first. If rank
-        0 finds damaged steps, it adds them to `place.keep.bad`, the set of the steps known to be
-        damaged.
-    like : dict or None
-        The state whose arrays are filled in place; None returns all arrays in new memory.
-    check : callable
-        Returns the arguments `step`, `history` and `verify` in a dict, or raises if one is invalid.
+    `like` is the state whose arrays are filled in place, or None for new arrays.
     """
 
     manifest: Manifest
@@ -130,10 +110,7 @@ class Restore:
         self._room = np.empty(0, np.uint8)
 
     def run(self) -> tuple[Entry, dict]:
-        """Restore the state; return the step folder that was read, and the restored state.
-
-        Collective.
-        """
+        """Restore the state; return the step folder that was read, and the state. Collective."""
         comm, spoils = self._comm, False  # spoils: the caller's arrays may hold parts of a step
         reason: str | None = None
         try:
@@ -174,10 +151,7 @@ class Restore:
         return self._wish
 
     def _next(self, reason: str | None, wishes: Sequence[Wish]) -> FoundStep:
-        """Return, on rank 0, a description of the next step that all ranks try to read.
-
-        If the step that was tried before is damaged, `reason` says how.
-        """
+        """Return, on rank 0, a description of the next step that all ranks try to read."""
         place, given = self._place, self._given
         if self._search is None:
             _check_same(wishes)
@@ -197,12 +171,9 @@ class Restore:
     def _fill(
         self, answer: FoundStep, found: Layout, batch: range, items: list, filled: dict
     ) -> str | None:
-        """Fill the arrays of a batch (tensors that are filled together), and add them to `filled`.
+        """Fill the arrays of a batch of tensors, and add them to `filled`. Collective.
 
-        If the step is damaged, return a text that says how; otherwise return None.
-
-        Collective. If any rank finds damage, all ranks continue with an older step. Any other error
-        ends the restore on all ranks.
+        Returns a text if the step is damaged, and None otherwise.
         """
         comm = self._comm
         names = {found.tensors[number].path for number in batch}
@@ -254,13 +225,8 @@ class Restore:
 
 
 def spoiled(error: MpidistError) -> MpidistError:
-    """Return an error with the text of `error` and a warning that arrays may be filled in part.
-
-    All ranks raise the returned error.
-
-    A NoCheckpoint becomes a CheckpointError, because after a NoCheckpoint a program could assume
-    that the store is empty, and continue with arrays that are only partly filled.
-    """
+    """Return an error with the text of `error` and a warning that arrays may be filled in part."""
+    # After a NoCheckpoint, a program could take the store for empty, and go on with these arrays.
     kind = CheckpointError if isinstance(error, NoCheckpoint) else type(error)
     told = kind(f"{error}; arrays may hold parts of that step now; reset their values before use")
     told.everywhere, told.secondary = True, error.secondary
@@ -268,10 +234,7 @@ def spoiled(error: MpidistError) -> MpidistError:
 
 
 def _described(path: Path, leaf) -> Leaf:
-    """Return a `Leaf`, which describes the array, shard or plain value `leaf` that is to be filled.
-
-    Raise CheckpointError if `leaf` is a read-only array.
-    """
+    """Return a description of `leaf`, which is to be filled; raise CheckpointError if read-only."""
     if not has_array(leaf):
         return Leaf(path, type(leaf).__name__)
     array, shape = array_of(leaf), state.shape_of(leaf)
@@ -284,10 +247,7 @@ def _described(path: Path, leaf) -> Leaf:
 
 
 def _is_alone(size: int, answer: FoundStep, items: list) -> bool:
-    """Whether ranks mostly read different bytes, so that reads without the page cache are faster.
-
-    The result is an estimate, which assumes that each rank reads as many bytes as this rank.
-    """
+    """Whether ranks mostly read different bytes; reads without the page cache are then faster."""
     common = {answer.tensors[number].path for number in answer.common}
     own = sum(array_of(x).nbytes for path, x in items if has_array(x) and path not in common)
     shared = sum(answer.tensors[number].nbytes for number in answer.common)
@@ -312,7 +272,7 @@ def _check_same(wishes: Sequence[Wish]) -> None:
 def _answer(name: str, entry: Entry, manifest: Manifest, wishes: Sequence[Wish]) -> FoundStep:
     """Return what rank 0 sends to all ranks: a description of the step in the folder `name`.
 
-    Raise ForeignCheckpoint if the arrays of the step do not match the arrays of some rank.
+    Raises ForeignCheckpoint if the arrays of the step do not match those of some rank.
     """
     tensors, count = manifest.tensors, len(manifest.tensors)
     found = share_manifest.layout_of(manifest, manifest.rows)
@@ -356,11 +316,7 @@ def _answer(name: str, entry: Entry, manifest: Manifest, wishes: Sequence[Wish])
 def _differences(
     told: Sequence[Leaf], number: Mapping, tensors: Sequence[Fact], extras: Mapping
 ) -> list[str]:
-    """Return one text for each difference between a rank's leaves and the saved leaves.
-
-    Each text names the saved value and then the rank's value. The rank's value comes last, so that
-    the caller can complete the text with "here", or with the ranks that have this value.
-    """
+    """Return one text for each difference between a rank's leaves and the saved leaves."""
     lines = []
     for leaf in told:
         name, there = show(leaf.path), "in the checkpoint"
@@ -388,10 +344,7 @@ def _fresh(tensors: Sequence[Fact]) -> list[tuple[Path, np.ndarray]]:
 
 
 def _joined(extras, items: list, filled: dict[Path, Any]) -> dict:
-    """Return nested dicts of the filled arrays, the saved extras, and the caller's other extras.
-
-    Extras are the leaves of a state that are not arrays.
-    """
+    """Return nested dicts of the filled arrays, the saved extras, and the caller's other extras."""
     saved = dict(extras)
     kept = [(p, leaf) for p, leaf in items if p not in filled and not _related(p, saved, filled)]
     return state.tree(iter([*filled.items(), *kept, *saved.items()]))

@@ -4,9 +4,7 @@
     all ranks  <--bcast--    the pieces of all tensors that some rank wants whole
                <--scatter--  the other pieces that the rank wants, and the files of these pieces
 
-A shard's table has one row for each piece of an array, with the position of the piece in the file.
-Only rank 0 decodes and checks the rows of all pieces. Any other rank receives the rows of the
-pieces that are broadcast, and of the other pieces that it wants.
+A piece is a stored part of an array, and only rank 0 checks the list of all pieces.
 """
 
 from __future__ import annotations
@@ -28,10 +26,7 @@ _ONE_BY_ONE = 4
 
 
 def wanted(comm, leader, tensors: Sequence[Fact], items: list) -> Layout:
-    """Return what this rank needs of rank 0's manifest (list of stored parts) to fill `items`.
-
-    Collective over `comm`. Only rank 0 uses `leader`, which holds the manifest.
-    """
+    """Return what this rank needs of rank 0's manifest to fill `items`. Collective over `comm`."""
     number = {tensor.path: place for place, tensor in enumerate(tensors)}
     parts: list[list[Layout]] = []
 
@@ -60,11 +55,7 @@ def wanted(comm, leader, tensors: Sequence[Fact], items: list) -> Layout:
 def _looked_up(
     found: Manifest, answers: Sequence[tuple[bytes, np.ndarray]]
 ) -> tuple[Layout, list[list[Layout]]]:
-    """Return the pieces that rank 0 broadcasts, and for each rank the pieces sent to it only.
-
-    `answers` has two values from each rank: a bit for each tensor, which is 1 if the rank wants the
-    whole tensor, and a table of the regions of the rank's shards.
-    """
+    """Return the parts that rank 0 broadcasts, and for each rank the parts sent to it only."""
     count, dims = len(found.tensors), piece_table.axes(found.rows)
     tensor = found.rows[:, piece_table.TENSOR]
     masks = [np.frombuffer(mask, np.uint8) for mask, _ in answers]
@@ -86,6 +77,6 @@ def _looked_up(
 
 
 def layout_of(found: Manifest, rows: np.ndarray) -> Layout:
-    """Return a `Layout` with the pieces `rows` (stored parts) and descriptions of their files."""
+    """Return a `Layout` with the stored parts `rows` and descriptions of their files."""
     numbers = unique_numbers(rows[:, piece_table.FILE]).tolist()
     return Layout(found.block, {number: found.files[number] for number in numbers}, (), rows)

@@ -1,11 +1,7 @@
 """All system calls with which a checkpoint store changes the disk; safe opening of files.
 
-Code that saves a checkpoint changes the disk only by calling functions of this module. So a test
-can kill the process or raise an error at each of these calls. A folder is kept open while it is
-used, and files are opened relative to the open folder, without following links. If somebody
-replaces the folder by a link while it is open, nothing outside the store is touched. In the
-functions here, the arguments `root`, `folder` and `where` are descriptors of open folders, to which
-names are relative. The argument `descriptor` is the descriptor of an open file.
+A test can therefore interrupt each of these calls. Names are relative to the descriptor of an open
+folder (`root`, `folder` or `where`), and links are not followed.
 """
 
 from __future__ import annotations
@@ -62,7 +58,7 @@ def make_folder(name: str, root: int) -> None:
 
 
 def create(name: str, folder: int) -> int:
-    """Create a file and return its descriptor. Raises FileExistsError if the name exists."""
+    """Create a file and return its descriptor. Raises FileExistsError."""
     return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE, 0o666, dir_fd=folder)
 
 
@@ -72,7 +68,7 @@ def open_or_create(name: str, folder: int) -> int:
 
 
 def lock(descriptor: int) -> bool:
-    """Lock a file until it is closed or the process ends. Return False if it is already locked."""
+    """Lock a file until it is closed or the process ends; return False if it is locked already."""
     with suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -90,7 +86,7 @@ def is_locked(descriptor: int) -> bool:
 
 
 def write_at(descriptor: int, data, offset: int) -> None:
-    """Write all of `data` at `offset`. Raises OSError, for example when the disk is full."""
+    """Write all of `data` at `offset`. Raises OSError."""
     view = memoryview(data).cast("B")
     while len(view):
         try:
@@ -104,12 +100,9 @@ def write_at(descriptor: int, data, offset: int) -> None:
 
 
 def begin_sync(descriptor: int, offset: int, count: int) -> None:
-    """Ask the system to begin to write a range of a file to the disk, without waiting.
-
-    The function tells Linux that nobody needs the range in the cache any more
-    (POSIX_FADV_DONTNEED), so Linux begins to write it.
-    """
+    """Ask the system to begin to write a range of a file to the disk, without waiting."""
     with suppress(OSError, AttributeError):  # macOS lacks posix_fadvise
+        # Linux begins to write what nobody needs in the cache any more.
         os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)
 
 
@@ -119,10 +112,7 @@ def sync(descriptor: int) -> None:
 
 
 def rename(old: str, new: str, folder: int) -> None:
-    """Rename a file or folder within `folder`.
-
-    The call fails if a folder has the new name and is not empty.
-    """
+    """Rename a file or folder within `folder`; fails if `new` is a folder that is not empty."""
     os.rename(old, new, src_dir_fd=folder, dst_dir_fd=folder)
 
 
@@ -133,7 +123,7 @@ def remove_file(name: str, folder: int) -> None:
 
 
 def remove_folder(name: str, root: int) -> bool:
-    """Remove a folder, if it exists. If the folder is not empty, keep it and return False."""
+    """Remove a folder, if it exists; return False if it is not empty and stays."""
     try:
         os.rmdir(name, dir_fd=root)
     except OSError as error:
@@ -147,13 +137,7 @@ def remove_folder(name: str, root: int) -> bool:
 
 
 def set_direct_io(descriptor: int, on: bool) -> bool:
-    """Switch direct input and output of a file on or off; return whether it is on now.
-
-    Direct input and output bypass the cache of the operating system. Many file systems refuse
-    direct input and output, some only at the first read or write. If the file system refuses a
-    direct read or write, `read_at` or `write_at` switches direct input and output off, and repeats
-    the system call.
-    """
+    """Switch on or off that a file bypasses the system's cache; return whether it does now."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     with suppress(OSError):
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT if on else flags & ~_DIRECT)
@@ -180,10 +164,7 @@ def paged(count: int) -> np.ndarray:
 
 @contextmanager
 def folder(name: str, root: int | None = None) -> Iterator[int]:
-    """Keep a folder open during the ``with`` block.
-
-    If an open folder `root` is given, `name` is relative to `root`, and must not be a link.
-    """
+    """Keep a folder open during the ``with`` block; with `root`, `name` must not be a link."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     descriptor = os.open(name, flags | (0 if root is None else os.O_NOFOLLOW), dir_fd=root)
     try:
@@ -193,10 +174,7 @@ def folder(name: str, root: int | None = None) -> Iterator[int]:
 
 
 def open_regular(name: str, where: int) -> tuple[int, int]:
-    """Open a file for reading and return (descriptor, size).
-
-    Raises OSError for a link, and for anything else that is not a regular file.
-    """
+    """Open a regular file for reading; return (descriptor, size). Raises OSError."""
     descriptor = os.open(name, os.O_RDONLY | _SAFE, dir_fd=where)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
@@ -206,20 +184,13 @@ def open_regular(name: str, where: int) -> tuple[int, int]:
 
 
 def open_for_lock(name: str, where: int) -> int:
-    """Open an existing file to lock it.
-
-    The file is also opened for writing, since NFS cannot lock a file that is open only for reading.
-    """
+    """Open an existing file to lock it."""
+    # Also for writing, since NFS cannot lock a file that is open only for reading.
     return os.open(name, os.O_RDWR | _SAFE, dir_fd=where)
 
 
 def read_at(descriptor: int, view: memoryview, offset: int, enough: int | None = None) -> int:
-    """Read from `offset` into `view` and return the number of bytes read.
-
-    If the function reads fewer bytes than `view` has, the file has ended, or at least `enough`
-    bytes are read. (A read that bypasses the system's cache must ask for whole pages, although the
-    caller may need fewer bytes.)
-    """
+    """Read from `offset` into `view`; return the number of bytes. Stop after `enough` bytes."""
     done = 0
     while done < (len(view) if enough is None else enough):
         try:
@@ -240,7 +211,7 @@ def begin_read(descriptor: int, offset: int, count: int) -> None:
 
 
 def read_small(name: str, where: int, limit: int) -> bytes:
-    """Return all bytes of a regular file. Raises OSError if it has more than `limit` bytes."""
+    """Return all bytes of a regular file. Raises OSError if they are too many."""
     descriptor, size = open_regular(name, where)
     with os.fdopen(descriptor, "rb") as file:
         if size > limit:
@@ -254,11 +225,7 @@ def names(where: int) -> list[str]:
 
 
 def folders_and_files(where: int) -> tuple[list[str], list[str]]:
-    """Return two lists: the names of the folders in an open folder, and all other names.
-
-    A link to a folder is among the other names. Most file systems list the type of each entry with
-    its name, so no system call is needed for each name.
-    """
+    """Return the names of the folders in an open folder, and all other names (also links)."""
     found: tuple[list[str], list[str]] = ([], [])
     with os.scandir(where) as entries:
         for entry in entries:

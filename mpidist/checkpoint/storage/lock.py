@@ -1,15 +1,9 @@
 """The lock that lets only one job at a time save into a folder of checkpoints.
 
 Rank 0 holds a lock on the file ``.lock`` from its first save until the store is closed. The system
-releases the lock when the process ends, so a dead job never blocks the next job. The process that
-takes the lock writes its process number, its host and the time into the file; these three are
-called the name of the process. Some file systems do not share locks between hosts, so two jobs on
-two hosts can hold the lock at once. If two jobs hold the lock, the file has the name of the later
-job. Before the earlier job commits its next step, it finds this name in the file, and raises an
-error instead of committing the step.
-
-The lock file also shows whether the disk of the folder is mounted: if the disk is not mounted, the
-path leads to another folder, which has no lock file.
+releases it when the process ends. If a file system does not share locks between hosts, two jobs can
+hold the lock at once. Each job writes its process and host into the file, so the earlier job
+notices this before it commits its next step, and raises an error.
 """
 
 from __future__ import annotations
@@ -31,11 +25,7 @@ _SIZE = 256
 
 
 class _Held(NamedTuple):
-    """A lock file that this process holds open.
-
-    `device` is the number of the file system that contains the lock file, and `users` is the number
-    of this process's stores that use the lock.
-    """
+    """A lock file that this process holds open, and how many of its stores use the lock."""
 
     descriptor: int
     text: bytes
@@ -57,12 +47,10 @@ class RunLock:
         """Make the folder of the store before the first save.
 
         Raises StorageError if the folder is missing at a later save.
-
-        At a later save no folder is made, since a new folder would hide the loss of earlier steps,
-        or a disk that is not mounted.
         """
         if not self._mine:
             files.make_root(self.path)
+        # A new folder would hide the loss of earlier steps, or a disk that is not mounted.
         elif not Path(self.path).is_dir():
             raise StorageError(
                 f"{self.path} is gone; put it back, or make an empty folder there to go on without "
@@ -72,11 +60,9 @@ class RunLock:
     def take(self, root: int) -> None:
         """Take the lock of an open folder, unless this process holds the lock already.
 
-        Raises CheckpointError if another process holds the lock. If this process holds the lock,
-        but the lock file is missing, the method assumes that a user has removed the folder and made
-        it again, and makes a new lock file. If the lock file is missing and the folder is on
-        another file system than before, the folder's disk is probably not mounted, and a
-        StorageError is raised.
+        Raises CheckpointError if another process holds the lock. Raises StorageError if the lock
+        file is missing and the folder is on another file system than before: its disk is probably
+        not mounted.
         """
         held = _held.get(self._key)
         if held is None:
@@ -93,10 +79,7 @@ class RunLock:
         self._mine = True
 
     def _acquired(self, root: int) -> _Held:
-        """Take the lock of an open folder.
-
-        Raises CheckpointError if another process holds the lock.
-        """
+        """Take the lock of an open folder. Raises CheckpointError."""
         _forget_in_children()
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         who = f"process {os.getpid()} on {socket.gethostname()} since {now}"
@@ -153,11 +136,7 @@ class RunLock:
 
 
 def holder(path: str) -> str:
-    """Return the name of the process that holds the lock of the folder `path`, or "".
-
-    The name has the number of the process, its host, and the time at which it took the lock. This
-    function does not take the lock.
-    """
+    """Return the process that holds the lock of the folder `path` as a text, or ""."""
     with suppress(OSError), files.folder(path) as root:
         descriptor, _ = files.open_regular(NAME, root)
         try:
@@ -169,17 +148,13 @@ def holder(path: str) -> str:
 
 
 def _holder(text: bytes) -> str:
-    """Return the name of the process that holds a lock; `text` is the contents of the lock file."""
+    """Return the process that holds a lock as a text, from the contents of the lock file."""
     return b" ".join(text.split()[:-1]).decode(errors="replace")
 
 
 @cache
 def _forget_in_children() -> None:
-    """Make each forked child process close the lock files that it inherits.
-
-    If a child kept an inherited lock file open, the lock would last as long as the child. Only the
-    first call has an effect.
-    """
+    """Make each forked child process close the lock files that it inherits."""
     os.register_at_fork(after_in_child=_forget)
 
 

@@ -1,9 +1,8 @@
 """Removal of old steps, and of the files of saves that were killed.
 
-A file is removed only if its name is one that a save gives to files, and if the name of its folder
-is one that a save gives to folders. Links are never followed. A folder that holds a file with any
-other name is not removed. The manifest is removed first: a folder without a manifest is not a
-checkpoint, so an interrupted removal leaves no damaged checkpoint.
+Only files and folders with names that a save uses are removed, and links are never followed. The
+manifest is removed first: a folder without a manifest is not a checkpoint, so an interrupted
+removal leaves no damaged checkpoint.
 """
 
 from __future__ import annotations
@@ -35,19 +34,12 @@ PATIENCE_SECONDS = 3600.0
 
 
 def temporary_name(step: int, nonce: int) -> str:
-    """Return the name of the temporary folder of a save, which the commit renames.
-
-    The random number `nonce` distinguishes several saves of one `step`.
-    """
+    """Return the name of the temporary folder of a save; `nonce` is a random number."""
     return f".tmp-step-{step:012d}-{nonce:016x}"
 
 
 def claim(folder: int) -> int:
-    """Make this process the owner of a temporary folder: create and lock a file in it.
-
-    The file has the name "OWNER". Returns the descriptor of the locked file. The lock lasts until
-    the descriptor is closed, which the operating system does when the process ends or is killed.
-    """
+    """Make this process own a temporary folder until it closes the returned descriptor."""
     with ExitStack() as stack:
         descriptor = files.create(OWNER, folder)
         stack.callback(files.close, descriptor)
@@ -59,10 +51,7 @@ def claim(folder: int) -> int:
 
 
 def remove(name: str, root: int) -> bool:
-    """Remove a folder of the store.
-
-    Return False if the folder stays because it holds files that no save writes.
-    """
+    """Remove a step folder; return False if it stays because it holds other files."""
     with files.folder(name, root) as folder:
         ours = [entry for entry in files.names(folder) if _OURS.fullmatch(entry)]
         for entry in sorted(ours, key=lambda entry: (entry != NAME, entry == OWNER, entry)):
@@ -84,14 +73,10 @@ def remove_dead(root: int) -> list[str]:
 
 
 def _is_dead(name: str, root: int) -> bool:
-    """Whether the process that owns a temporary folder (the file OWNER names it) has ended.
-
-    The process that writes into a folder locks the file OWNER in it. If the process ran on this
-    host, and the file OWNER is not locked, the process has ended. Some file systems do not share
-    locks between hosts. So if the process ran on another host, or the file OWNER is missing, the
-    process counts as ended only if the folder is also old by the clock of the file system.
-    """
+    """Whether the process that owns a temporary folder (the file OWNER names it) has ended."""
     with files.folder(name, root) as folder:
+        # The owner holds a lock on OWNER. Some file systems do not share locks between hosts, so
+        # the folder of a process on another host must also be old.
         try:
             descriptor = files.open_for_lock(OWNER, folder)
         except FileNotFoundError:
@@ -109,11 +94,7 @@ def _is_dead(name: str, root: int) -> bool:
 
 
 def _age(folder: int, root: int) -> float:
-    """Return the age of `folder` in seconds, by the clock of the file system.
-
-    The age is the time from the last change of `folder` to the last change of `root`, the folder of
-    the store.
-    """
+    """Return the age of `folder` in seconds, by the clock of the file system."""
     return os.fstat(root).st_mtime - os.fstat(folder).st_mtime
 
 
@@ -134,10 +115,9 @@ class Keep:
     every : int or None
         Steps whose number is a multiple of this number are also kept.
     bad : set of Entry
-        Steps that are known to be damaged. Damaged steps do not count toward `newest`, and are
-        removed when they are older than all good steps that are kept.
+        Damaged steps, which are removed when they are older than all good steps that are kept.
     verified : Entry or None
-        The newest step that was restored, or whose bytes were all checked. This step is kept.
+        The newest step that was restored, or whose bytes were all checked, which is kept.
     others : bool
         Whether the steps of other histories are kept.
     """
@@ -153,8 +133,8 @@ class Keep:
     def remove_aside(self, path: str, root: int, saved: Entry) -> None:
         """Call `remove_old` in a thread, since a disk needs time to free large files.
 
-        Before the caller calls any other method, it must call `settle`. The caller must keep the
-        store locked until `settle` has returned.
+        The caller must keep the store locked, and call no other method, until it has called
+        `settle`.
         """
         stack = ExitStack()
         own = stack.enter_context(files.folder(".", root))
@@ -179,10 +159,7 @@ class Keep:
     def remove_old(self, path: str, root: int, saved: Entry) -> None:
         """Remove the old steps that need not be kept after a good step, `saved`, is committed.
 
-        Since `saved` is always kept, the last good checkpoint is never removed. To find damaged
-        steps, this method checks the manifest of a step, the lists of the parts in its shards, and
-        the sizes of its files. A good step is checked only once. If a step cannot be removed, the
-        error is only reported, and the save still succeeds.
+        `saved` is always kept, so the last good checkpoint is never removed.
         """
         self._good.add(saved)
         try:
@@ -201,13 +178,7 @@ class Keep:
             stay(path, error)
 
     def _old(self, path: str, line: list[Entry], saved: Entry) -> Iterator[Entry]:
-        """Yield the folders in the list `line` that need not be kept now that `saved` is committed.
-
-        The folders in `line` are sorted, newest first.
-
-        Steps are checked for damage only until as many good steps are found as must be kept. If two
-        folders hold the same step, because the step was saved again, the older folder is yielded.
-        """
+        """Yield the folders in `line` (newest first) that need not be kept after `saved`."""
         kept, damaged = [saved], list[Entry]()
         for entry in line:
             if entry[:2] == kept[-1][:2]:
@@ -226,18 +197,14 @@ class Keep:
                 yield entry
 
     def _is_special(self, entry: Entry) -> bool:
-        """Whether a step is kept although it is not among the newest good steps.
-
-        The newest restored or verified step is kept, and so is each undamaged step whose number is
-        a multiple of `every`.
-        """
+        """Whether a step is kept although it is not among the newest good steps."""
         multiple = self.every is not None and entry.step % self.every == 0
         return entry == self.verified or (multiple and entry not in self.bad)
 
     def is_good(self, path: str, entry: Entry) -> bool:
         """Whether a step's manifest, the lists of its shards' parts, and its file sizes are right.
 
-        A step in a format that this installation cannot read counts as good.
+        A step in an unknown format counts as good.
         """
         if entry not in self._good | self.bad:
             try:

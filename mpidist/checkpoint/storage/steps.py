@@ -5,8 +5,7 @@
     PATH/step-000000001200-h2/     step 1200 of history 2; the two above are of history 0
     PATH/.tmp-step-...             a save that is not committed; readers ignore it
 
-Folders with other names are ignored. Module `histories` finds out from which older step each saved
-step was computed.
+Folders with other names are ignored.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ _STEP = re.compile(r"step-([0-9]{12})(?:-h([1-9][0-9]*))?(?:\.([1-9][0-9]*))?", 
 
 
 class Entry(NamedTuple):
-    """The numbers in the name of a step folder.
+    """The numbers in the name of a step folder, sorted from the oldest to the newest folder.
 
-    `generation` counts how often the step was saved again: 0 is the first save. If entries are
-    sorted, they are in order from the oldest to the newest step folder.
+    `generation` counts how often the step was saved again: 0 is the first save.
     """
 
     history: int
@@ -51,9 +49,7 @@ def entry_of(name: str) -> Entry | None:
 def read_manifest(path: str, entry: Entry) -> Manifest:
     """Read, check and return a step folder's manifest, with the list of the parts in each shard.
 
-    This function also compares the sizes of all shard files with the manifest. Missing and
-    truncated files are thus found before any rank begins to read data. Raises Damaged if a file is
-    missing or damaged, and Unreadable if this installation does not know the format.
+    Raises Damaged if a file is missing, damaged or too short, and Unreadable for an unknown format.
     """
     try:
         with files.folder(path) as root, files.folder(entry.name, root) as folder:
@@ -73,10 +69,7 @@ def read_manifest(path: str, entry: Entry) -> Manifest:
 
 
 def open_shard(folder: int, name: str) -> tuple[int, int]:
-    """Open a shard file for reading; return (descriptor, size).
-
-    Raises Damaged if the file cannot be opened.
-    """
+    """Open a shard file for reading; return (descriptor, size). Raises Damaged."""
     try:
         return files.open_regular(name, folder)
     except FileNotFoundError:

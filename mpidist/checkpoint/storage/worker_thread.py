@@ -8,13 +8,10 @@ from collections.abc import Callable
 
 
 class Worker(threading.Thread):
-    """A thread whose method `end` waits until the thread has ended, even if Ctrl-C is pressed.
+    """A thread whose method `end` waits until the thread has ended, even if Ctrl-C is pressed."""
 
-    Ctrl-C interrupts Python's own ``join``, and up to Python 3.12 all later calls of ``join``
-    return at once. With Python's ``join``, the caller could close a file while the thread still
-    runs. The thread could then write to a descriptor that meanwhile belongs to another file.
-    """
-
+    # Ctrl-C interrupts Python's `join`, and up to Python 3.12 all later calls of `join` return at
+    # once. The caller could then close a file while the thread still writes to it.
     def __init__(self, target, name: str):
         super().__init__(target=target, name=name)
         self._done, self._process = threading.Event(), os.getpid()
@@ -27,11 +24,7 @@ class Worker(threading.Thread):
             self._done.set()
 
     def end(self) -> None:
-        """Wait until the thread has ended.
-
-        If Ctrl-C is pressed meanwhile, KeyboardInterrupt is raised after the thread has ended. If
-        Ctrl-C is pressed a second time, KeyboardInterrupt is raised at once.
-        """
+        """Wait until the thread has ended, and raise KeyboardInterrupt only afterwards."""
         if os.getpid() != self._process:
             return  # a forked child has no such thread
         try:
@@ -44,8 +37,7 @@ class Worker(threading.Thread):
 class Beside:
     """Run the function `work` in a thread during a ``with`` block.
 
-    If `threaded` is False or no thread can be started, `work` runs in the calling thread before the
-    block.
+    If no thread can be started, `work` runs before the block.
     """
 
     def __init__(self, work: Callable[[], None], name: str, threaded: bool = True):
@@ -83,9 +75,6 @@ class Beside:
         return self._worker is None or not self._worker.is_alive()
 
     def result(self) -> None:
-        """Raise the exception that `work` raised, if any.
-
-        Call this method only after the ``with`` block.
-        """
+        """After the ``with`` block, raise the exception that `work` raised, if any."""
         if self._error is not None:
             raise self._error

@@ -4,8 +4,7 @@
     thread                     write            write            write
 
 Each buffer begins at a page boundary, so that it can be written to the disk without the cache of
-the operating system. A write through the cache copies the data once more, and the data may reach
-the disk only when the file is synchronised.
+the operating system.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ def write(
 ) -> list[int]:
     """Write the byte arrays `runs` to a file, one after the other; `size` is their total size.
 
-    Return the CRC-32 of each block of `files.BLOCK` bytes (1 MiB) of the file. The checksums are
-    computed from the same buffers that are written. If `digest`, a hashlib object, is given, it is
-    updated with all bytes.
+    Returns the CRC-32 of each block of 1 MiB, and updates the hashlib object `digest`.
     """
     block, group = files.BLOCK, files.GROUP * files.BLOCK
     direct = direct and block % files.PAGE == 0 and files.set_direct_io(descriptor, True)
@@ -54,10 +51,7 @@ def write(
 
 
 class DoubleBufferedWriter:
-    """A thread that writes buffers to a file, in order, while the caller fills other buffers.
-
-    If no thread can be started, `put` itself writes the buffer.
-    """
+    """A thread that writes buffers to a file, in order, while the caller fills other buffers."""
 
     def __init__(self, descriptor: int, count: int, direct: bool):
         self._descriptor, self._direct = descriptor, direct
@@ -88,7 +82,7 @@ class DoubleBufferedWriter:
             self._check()
 
     def buffer(self) -> np.ndarray:
-        """Wait for a free buffer and return it. If an earlier write failed, raise its error."""
+        """Wait for a free buffer and return it, or raise the error of an earlier write."""
         buffer = self._free.get()
         self._check()
         return buffer

@@ -16,11 +16,8 @@ from .write_plan import Description, Extras
 class Survey(NamedTuple):
     """The leaves of a state: the values in its nested dicts.
 
-    `arrays` has the leaves that are arrays or shards of arrays. For each leaf in `arrays`, `marks`
-    has the path, the dtype, the shape and the region (the index ranges of a shard in the whole
-    array). If the marks are equal to the marks of the last save, the plan of the last save (which
-    rank writes what) can be used again. `extras` has (path, value) pairs of all other leaves, with
-    values that JSON can hold.
+    `marks` has the path, dtype, shape and region of each leaf in `arrays`, and `extras` the (path,
+    value) pairs of all other leaves.
     """
 
     arrays: list[Any]
@@ -29,10 +26,7 @@ class Survey(NamedTuple):
 
 
 def survey(state: Mapping) -> Survey:
-    """Return the values in the nested dicts of `state` as a Survey.
-
-    Raise ConfigError for a value that cannot be saved.
-    """
+    """Return the values in the nested dicts of `state`. Raises ConfigError."""
     arrays, marks, extras = [], [], []
     for path, leaf in leaves(state):
         if type(leaf) is np.ndarray:  # true for most leaves, which need no further test
@@ -52,10 +46,7 @@ def survey(state: Mapping) -> Survey:
 
 
 def describe(found: Survey) -> Description:
-    """Return the names, dtypes, shapes and regions of a rank's arrays as a `Description`.
-
-    Raise ConfigError for a dtype that a checkpoint's manifest cannot name.
-    """
+    """Return the names, dtypes, shapes and regions of a rank's arrays. Raises ConfigError."""
     dtypes = dict.fromkeys(mark[1] for mark in found.marks)
     names: dict[Any, str] = {dtype: dtype_name(dtype) for dtype in dtypes}
     facts = tuple(Fact(path, names[dtype], shape) for path, dtype, shape, _ in found.marks)

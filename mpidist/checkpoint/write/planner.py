@@ -7,9 +7,7 @@
                rank 0 plans  --scatter-->  the pieces that each rank gives and writes
 
 A plan depends on the names, dtypes, shapes and regions (index ranges of shards) of the arrays of
-all ranks. At each save, every rank compares these properties of its own arrays (names, dtypes,
-shapes and regions) with the last plan. The key of a plan is a digest of the properties on which the
-plan depends, on all ranks, so two plans with equal keys are equal.
+all ranks. The key of a plan is a digest of all of them, so two plans with equal keys are equal.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ _HEAD, _CHECKSUM, _DATASET = 1024, 12, 1024
 class _Word(NamedTuple):
     """The first message of a rank in a save: its plan's key, and digests that describe its arrays.
 
-    The fields `facts` and `shards` are digests of the descriptions of tensors and of shards. The
-    fields `facts` and `shards` are empty if the rank uses its last plan again.
+    `facts` and `shards` are empty if the rank uses its last plan again.
     """
 
     step: int
@@ -55,7 +52,7 @@ class _Word(NamedTuple):
 class _Told(NamedTuple):
     """The second message of a rank in a save: how its arrays and other values differ from rank 0's.
 
-    If rank 0 has the same value, the field is None.
+    A field is None if rank 0 has the same value.
     """
 
     facts: tuple[tuple[Fact, ...], tuple[bool, ...]] | None
@@ -64,11 +61,9 @@ class _Told(NamedTuple):
 
 
 class Leader(NamedTuple):
-    """The part of a save's plan (which rank writes what) that only rank 0 has.
+    """The part of a save's plan that only rank 0 has.
 
-    `facts` describes all tensors, and `tensors` is the same description as JSON text for the
-    manifest. `nbytes` is the number of bytes of all tensors. `pieces` has, for each writing rank,
-    the digest of the table that lists the parts of arrays that the rank writes.
+    `pieces` has, for each writing rank, the digest of the table of what it writes.
     """
 
     facts: list[Fact]
@@ -78,11 +73,7 @@ class Leader(NamedTuple):
 
 
 class SavePlan(NamedTuple):
-    """The plan of a save, and the description of the state for which it was made.
-
-    Only rank 0 has a `leader`, the part of the plan that other ranks do not need. `room` is a
-    number of bytes that is enough for the head (first line) of each shard's table.
-    """
+    """The plan of a save, and the description of the state for which it was made."""
 
     word: _Word
     marks: list[tuple]
@@ -94,8 +85,7 @@ class SavePlan(NamedTuple):
 class Begun(NamedTuple):
     """A save that all ranks have agreed on.
 
-    `nonce` is a random number from rank 0, for the name of the temporary folder. Only rank 0 has
-    `extras`, the values of all ranks that are not arrays.
+    Only rank 0 has `extras`, the values of all ranks that are not arrays.
     """
 
     step: int
@@ -108,12 +98,7 @@ class Begun(NamedTuple):
 class Planner:
     """Plans which rank writes what in a save, and uses the last plan again if it still fits.
 
-    Only `begin` is collective.
-
-    Parameters
-    ----------
-    writer_of : list of int
-        For each rank, the rank that writes its shards.
+    `writer_of` has, for each rank, the rank that writes its shards.
     """
 
     def __init__(self, writer_of: Sequence[int]):
@@ -128,13 +113,9 @@ class Planner:
     def begin(
         self, comm, check: Callable[[], Any], state: Mapping, prepare: Callable[[int, int], None]
     ) -> Begun:
-        """Agree with all ranks on a save of `state`, and on a plan: which rank writes what.
+        """Agree with all ranks on a save of `state`, and on a plan. Collective over `comm`.
 
-        Collective over `comm`.
-
-        `check` returns the number of the step, or raises an error if the number is not valid. Rank
-        0 calls `prepare` once, with the step and a random number. Before this call, rank 0 checks
-        its own state, or the states of all ranks; if it finds an error, it does not call `prepare`.
+        ``check()`` returns the number of the step, or raises an error.
         """
         found: Survey
         nonce = secrets.randbits(63)
@@ -191,11 +172,7 @@ class Planner:
         return Begun(plan.word.step, nonce, found.arrays, plan, extras)
 
     def _fitting(self, comm, step: int, found: Survey) -> SavePlan | None:
-        """Return the last plan (which rank writes what) if it fits the state of this rank.
-
-        If the last plan does not fit, and the state has no shards, make a plan as if all ranks had
-        the same state. If the last plan does not fit, and the state has shards, return None.
-        """
+        """Return a plan that fits this rank's state; None if all ranks must make a new one."""
         plan = self._plan
         if plan is not None and plan.marks == found.marks:
             word = _Word(step, plan.word.plan, b"", b"", digest(found.extras))
@@ -252,15 +229,7 @@ def _everyone(told: Sequence[_Told]) -> list[Description]:
 def _planned(
     everyone: Sequence[Description], writer_of: Sequence[int], rank: int = 0
 ) -> tuple[Leader | None, list]:
-    """Make a plan for a save.
-
-    Returns the part of the plan that only rank 0 needs, and a tuple (share, tensors, room) for each
-    rank.
-
-    `share` lists the pieces of arrays that the rank sends and writes. `tensors` describes all
-    tensors, or is None if each rank has all of them. `room` is a number of bytes that is
-    enough for the head (first line) of each shard's table.
-    """
+    """Make a plan for a save; return rank 0's part, and (share, tensors, room) for each rank."""
     tensors = write_plan.agree(everyone)
     plan = write_plan.shares(tensors, everyone, writer_of)
     leader = None

@@ -1,9 +1,6 @@
 """The work of a rank in a save: the pieces of arrays that it holds and that it writes.
 
-A piece is a part of an array that is stored as one data set. The lists of pieces are computed once
-for each plan (which rank writes what), and all saves with the same plan use them. If a save of many
-small arrays uses an earlier plan again, the save takes little more time than one check of each
-array.
+A piece is a part of an array that is stored as one data set.
 """
 
 from __future__ import annotations
@@ -23,18 +20,7 @@ Source = tuple[int, tuple[int, int] | None]
 
 
 class Work:
-    """The pieces of arrays that a rank holds or writes: their sizes, places, and file metadata.
-
-    Parameters
-    ----------
-    share : Share
-        The pieces that the rank gives to a writing rank, and the pieces that it writes.
-    facts : list of Fact
-        The descriptions of all tensors, in the order of the plan.
-    marks : list
-        For each array of the rank: its path of dict keys, dtype, shape and region (range of indices
-        in the whole array).
-    """
+    """The pieces of arrays that a rank holds or writes: their sizes, places, and file metadata."""
 
     def __init__(self, share: Share, facts: Sequence[Fact], marks: Sequence[tuple]):
         self.to = share.to
@@ -42,15 +28,12 @@ class Work:
 
     @property
     def writes(self) -> int:
-        """Number of pieces (parts of arrays) that this rank writes."""
+        """Number of parts of arrays that this rank writes."""
         return len(self._share.writes)
 
     @cached_property
     def sources(self) -> list[Source]:
-        """For each piece that this rank saves, the index of its array, and its range in that array.
-
-        The range is None if the piece is the whole array or the whole shard.
-        """
+        """For each part that this rank saves, its array's index, and its range (None: all)."""
         places = {mark[0]: place for place, mark in enumerate(self._marks)}
         rows = self._share.gives
         count = piece_table.START + piece_table.axes(rows)
@@ -64,7 +47,7 @@ class Work:
 
     @cached_property
     def given_bytes(self) -> list[int]:
-        """Number of bytes of each piece (part of an array) that this rank holds and saves."""
+        """Number of bytes of each part of an array that this rank holds and saves."""
         return self._nbytes(self._share.gives).tolist()
 
     @cached_property
@@ -74,12 +57,12 @@ class Work:
 
     @cached_property
     def written_bytes(self) -> list[int]:
-        """Number of bytes of each piece (part of an array) that this rank writes."""
+        """Number of bytes of each part of an array that this rank writes."""
         return self._nbytes(self._share.writes).tolist()
 
     @cached_property
     def gaps(self) -> list[int]:
-        """Number of zero bytes after each piece (part of an array) in the shard file."""
+        """Number of zero bytes after each part of an array in the shard file."""
         sizes = self._nbytes(self._share.writes)
         offsets, end = hdf5_layout.place(sizes)
         return (np.diff(np.append(offsets, end)) - sizes).tolist()

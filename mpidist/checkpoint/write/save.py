@@ -9,15 +9,10 @@
     all ranks  <--bcast--  committed, or one error for all
 
 The rename of the temporary folder commits the step. Before the rename no reader reads the folder,
-and all bytes of the folder are on stable storage when the rename happens. If a file system loses
-bytes although fsync has succeeded, readers find the damage by the checksums. Even if fsync and
-rename do not work as promised, a reader that compares the checksums uses no wrong data. The
-guarantee that no committed step is lost depends on fsync and rename.
+and when it happens all bytes are on stable storage.
 
-A rank needs no MPI to write its shard, and rank 0 needs no MPI to commit, so `save_async` does both
-in threads. In `save_async`, the thread of rank 0 waits until the tables (lists of the parts) of all
-shards are in the folder, and commits the step while all ranks compute. If the background save
-fails, the next collective call of the store raises its error.
+`save_async` writes and commits in threads, which need no MPI: the thread of rank 0 commits the step
+as soon as the tables of all shards are in the folder.
 """
 
 from __future__ import annotations
@@ -55,8 +50,7 @@ class Save:
     """The save of one step, from its beginning until it is committed or abandoned.
 
     The function `begin` makes this object. Each rank then calls `write`, or `start` to write in a
-    thread, and at the end `finish`, which commits the step. `begin` and `finish` are collective.
-    `write` may run in any thread.
+    thread, and at the end `finish`, which is collective.
     """
 
     _begun: Begun
@@ -93,10 +87,7 @@ class Save:
             self._root, self._resources = root, stack.pop_all()
 
     def write(self) -> None:
-        """Write this rank's shard (its file of the step), and the table of its parts, without MPI.
-
-        If the write fails, this method keeps the error, and `finish` raises it.
-        """
+        """Write this rank's shard and its table, from any thread; `finish` raises an error."""
         try:
             if not self._begun.plan.work.writes and self._outcome is None:
                 # This rank does not open the folder, which rank 0 may have renamed already.
@@ -112,10 +103,7 @@ class Save:
             self._data = []
 
     def start(self) -> None:
-        """Start a thread that writes this rank's shard and, on rank 0, commits the step.
-
-        A shard is the file of one rank with its part of the step.
-        """
+        """Start a thread that writes this rank's shard and, on rank 0, commits the step."""
         # The thread is not a daemon thread: it needs the Python interpreter, which therefore waits
         # for the thread before the process ends.
         self._thread = Worker(self._background, "mpidist-save")
@@ -148,7 +136,7 @@ class Save:
             files.close(files.create(shard_writer.failed_name(self.comm.rank), folder))
 
     def _wait_for_tables(self) -> list[bytes]:
-        """On rank 0, wait for the tables (part lists) of all shards; return their first lines."""
+        """On rank 0, wait for the tables of all shards; return their first lines."""
         leader = self._begun.plan.leader
         assert leader is not None
         missing = list(leader.pieces)
@@ -177,12 +165,9 @@ class Save:
         return [found[rank] for rank in sorted(found)]
 
     def finish(self, at_once: bool = False) -> None:
-        """Commit the step, or remove its temporary folder.
+        """Commit the step, or remove its temporary folder and raise an error. Collective.
 
-        Collective; if the save fails, all ranks raise the same error. If the save runs in the
-        background (`start`), wait for the thread first. If `at_once` is true, the ranks skip a
-        check that all of them are in this method. `at_once` may be true only if one public method
-        both begins and finishes the save.
+        With `at_once`, the ranks do not check that all of them are in this method.
         """
         doing = f"save of step {self.step} to {self.path}"
         room = self._begun.plan.room if at_once else None
@@ -196,36 +181,27 @@ class Save:
         events.emit("checkpoint_saved", step=self.step, bytes=nbytes, seconds=round(seconds, 4))
 
     def _table(self) -> bytes:
-        """Wait until this rank's shard is written; return the head (first line) of its table."""
+        """Wait until this rank's shard is written; return the first line of its table."""
         if self._thread is not None:
             self._written.wait()
         return _result(self._outcome, "writing")
 
     def _end(self, tables: Sequence[bytes]) -> int:
-        """On rank 0, commit the step, or wait until a thread has committed it.
-
-        Return the number of bytes of all arrays.
-        """
+        """On rank 0, make sure that the step is committed; return the bytes of all arrays."""
         if self._thread is None:
             return self._commit([table for table in tables if table])
         self._thread.end()
         return _result(self._committed, "the commit")
 
     def abandon(self) -> None:
-        """Close open files, and remove the temporary folder unless the step is committed.
-
-        A second call does nothing.
-        """
+        """Close open files, and remove the temporary folder unless the step is committed."""
         self._cancelled.set()
         if self._thread is not None:
             self._thread.end()
         self._resources.close()
 
     def _commit(self, heads: Sequence[bytes]) -> int:
-        """Write the manifest and rename the folder, on rank 0.
-
-        Return the number of bytes of all arrays.
-        """
+        """Write the manifest and rename the folder, on rank 0; return the bytes of all arrays."""
         leader, extras = self._begun.plan.leader, self._begun.extras
         assert leader is not None
         # When the plan was made, a check proved that the planned pieces cover every array. Here
@@ -270,11 +246,9 @@ class Save:
 def begin(
     comm, place: Place, planner: Planner, check: Callable[[], Any], state: Mapping, copy: bool
 ) -> Save:
-    """Begin a save of `state`.
+    """Begin a save of `state`. Collective over `comm`.
 
-    `place` is the folder of the store with its options for saves, and `planner` plans which rank
-    writes what. The function `check` returns the number of the step. Collective over `comm`. If
-    `copy` is true, copy this rank's part of the state now, so that the caller may change the state.
+    If `copy` is true, this rank's part is copied now.
     """
     save = Save(comm, place)
     try:
@@ -305,10 +279,7 @@ def begin(
 
 
 def _head(name: str, folder: int, digest: bytes) -> bytes:
-    """Return the head (first line) of the file `name`, the table of the pieces in a shard.
-
-    Raise CheckpointError unless the table lists the planned pieces.
-    """
+    """Return the first line of the table `name`; raise CheckpointError for another table."""
     data = files.read_small(name, folder, manifest.MAX_TABLES_BYTES)
     head = data[: data.find(b"\n") + 1]
     if hashlib.sha256(memoryview(data)[len(head) :]).digest() != digest:
@@ -326,17 +297,14 @@ def _result(outcome, doing: str):
 
 
 def _discard(name: str, root: int) -> None:
-    """Remove a temporary folder if it still exists.
-
-    If the folder cannot be removed, a later run removes it.
-    """
+    """Remove a temporary folder if it still exists; ignore an error."""
     with suppress(OSError):
         if files.is_folder(name, root):
             retention.remove(name, root)
 
 
 def _software() -> dict[str, str]:
-    """Return the versions of the software that makes the files; h5py makes only some of them."""
+    """Return the versions of the software that makes the files."""
     made = {"mpidist": __version__, "numpy": np.__version__}
     # Another thread may be importing h5py just now; then it has no version yet.
     version = getattr(sys.modules.get("h5py"), "version", None)

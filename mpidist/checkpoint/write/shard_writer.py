@@ -1,10 +1,7 @@
 """Write the shard of a rank: an HDF5 file with parts of the state, and a table of these parts.
 
-Each shard has one writer, which writes the shard once, from its first byte to its last. The
-checksums of a shard are computed from its bytes in memory, just before these bytes are written
-(`checksummed_write`). The writer makes the table of a shard when the shard is on stable storage,
-and gives the table its final name when the table itself is on stable storage. A process that sees
-the table of a shard can therefore read the whole shard, without a message from the writer.
+The table of a shard appears only when both are on stable storage. A process that sees it can
+therefore read the whole shard, without a message from the writer.
 """
 
 from __future__ import annotations
@@ -48,11 +45,9 @@ def failed_name(rank: int) -> str:
 Elements = Any
 
 
+# In new memory, page faults would take longer than the copying.
 class Memory:
-    """Memory for the copies of a save, which the next save uses again.
-
-    In newly allocated memory, page faults would take longer than the copying.
-    """
+    """Memory for the copies of a save, which the next save uses again."""
 
     def __init__(self):
         self._memory = np.empty(0, np.uint8)
@@ -67,22 +62,14 @@ class Memory:
 
 
 class WriteOptions(NamedTuple):
-    """The options with which a rank writes its shard, a file with array data.
-
-    `direct` says whether the bytes bypass the cache of the operating system, where that is
-    possible. `sha256` says whether the writer computes the SHA-256 of the shard.
-    """
+    """Whether a shard's bytes bypass the cache of the system, and whether it gets a SHA-256."""
 
     direct: bool = True
     sha256: bool = False
 
 
 def copied(work: Work, views: Sequence[Elements], memory: Memory) -> list[Elements]:
-    """Copy the pieces of arrays that this rank holds and saves.
-
-    `views` is the result of `piece_views`, and the copies are made in `memory`. Return the copy of
-    each piece as an array of bytes.
-    """
+    """Copy the parts of arrays that this rank saves into `memory`; return the copies as bytes."""
     copies = memory.room(work.given_bytes)
     for given, copy in zip(views, copies, strict=True):
         view = given() if callable(given) else given  # a function returns a copy already
@@ -91,10 +78,9 @@ def copied(work: Work, views: Sequence[Elements], memory: Memory) -> list[Elemen
 
 
 def piece_views(work: Work, arrays: Sequence) -> list[Elements]:
-    """Return the values of each piece (part) of `arrays` that this rank saves, as views.
+    """Return the values of each part of `arrays` that this rank saves, as views.
 
-    If the values of a piece cannot be a view, the result has a function that returns a copy of the
-    values.
+    If a view is not possible, the result has a function that returns a copy.
     """
     found: list[Elements] = []
     for place, cut in work.sources:
@@ -112,10 +98,7 @@ def piece_views(work: Work, arrays: Sequence) -> list[Elements]:
 
 
 def receive_buffers(work: Work, rank: int, inbox: Memory) -> list[np.ndarray]:
-    """Return a buffer for each part of an array that `rank` writes and another rank sends.
-
-    `work` is the work of `rank` in this save. The buffers are made in the memory `inbox`.
-    """
+    """Return a buffer for each part of an array that `rank` writes and another rank sends."""
     sizes = zip(work.holders, work.written_bytes, strict=True)
     return inbox.room([nbytes for holder, nbytes in sizes if holder != rank])
 
@@ -123,20 +106,17 @@ def receive_buffers(work: Work, rank: int, inbox: Memory) -> list[np.ndarray]:
 def forward_parts(
     comm, work: Work, data: Sequence[Elements], inbox: Sequence
 ) -> list[Elements] | Exception:
-    """Send pieces (parts of arrays) to the rank that writes them, and receive pieces from others.
+    """Send parts of arrays to the rank that writes them, and receive parts from others.
 
-    Collective over `comm`. `data` has the values of each piece that this rank holds and saves.
-    `inbox` has the buffers from `receive_buffers`. If a rank has too little memory, it has already
-    failed in `receive_buffers`, before other ranks wait for its messages. Return, for each piece
-    that this rank writes, an array with its values. If a piece cannot be sent, return the exception
-    in place of the arrays; the caller raises it. The rank then sends empty messages instead of this
-    piece and all later pieces, so that no writing rank waits for ever.
+    Collective over `comm`. Returns an array for each part that this rank writes, or the exception
+    if a part could not be sent.
     """
     problem: Exception | None = None
     written: list[Elements] = []
     with operation(comm, "checkpoint parts to their writers") as (context, tag):
         if work.to != comm.rank:
             for nbytes, elements in zip(work.given_bytes, data, strict=True):
+                # After an error, empty messages are sent, so that no writing rank waits for ever.
                 run = np.empty(0, np.uint8)
                 if problem is None:
                     try:
@@ -171,11 +151,7 @@ def _host_bytes(elements: Elements) -> np.ndarray:
 
 
 def write(folder: int, rank: int, work: Work, data: Sequence[Elements], how: WriteOptions) -> bytes:
-    """Write a shard, and the table of its parts, to stable storage; return the table's first line.
-
-    The files are made in the open folder `folder`. `how` has the options of the store. `data` has
-    one array for each piece, with the values of the piece.
-    """
+    """Write a shard, and the table of its parts, to the disk; return the table's first line."""
     name, digest = shard_name(rank), hashlib.sha256() if how.sha256 else None
     with _created(folder, name) as descriptor:
         runs = _runs(work, data)
@@ -212,10 +188,7 @@ def _created(folder: int, name: str) -> Iterator[int]:
 
 
 def _runs(work: Work, data: Sequence[Elements]) -> Iterator[np.ndarray]:
-    """Yield all bytes of a shard file in order, as arrays.
-
-    Small pieces are joined into one array, and zeros fill the gaps between the pieces.
-    """
+    """Yield all bytes of a shard file in order, as arrays."""
     before, after = work.around
     small = bytearray(before)
     for elements, nbytes, gap in zip(data, work.written_bytes, work.gaps, strict=True):

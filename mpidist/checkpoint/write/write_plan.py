@@ -1,19 +1,14 @@
 """Choose which rank writes each element of a state, so that all ranks write about equally much.
 
-The functions here use neither MPI nor the data of the arrays. Replicated tensors are laid end to
-end, and cut into one range for each rank that holds them:
+Replicated tensors are laid end to end, and cut into one range for each rank that holds them:
 
     w 0 1 2 3 4 5 6 7 8 9   b 0 1 2      3 ranks, 13 elements
       | rank 0  |  rank 1 |  rank 2 |    w[0:4]  w[4:8]  w[8:10] + b[0:3]
 
-The parameters are divided separately from all other tensors, and come first in every file.
-In each file the other tensors, such as the optimizer state, follow the parameters: if only the
-beginning of a file survives, it should hold the parameters. A shard of an array is written by the
-rank that holds it, or by the first of several ranks that hold the same region.
+The parameters are divided separately from all other tensors, and come first in every file. A shard
+of an array is written by a rank that holds it.
 
-With the option ``writers`` only some of the ranks write. With ``writers``, a replicated tensor is
-divided among the writing ranks that hold it. Data that no writing rank holds are sent by a rank
-that holds them to the rank that writes for the sender:
+With the option ``writers`` only some of the ranks write, also for the others:
 
     writers = 2, 4 ranks    rank 0 writes for 0 and 1, rank 2 for 2 and 3
 """
@@ -44,10 +39,8 @@ Extras = tuple[tuple[Path, object], ...]
 class Description(NamedTuple):
     """The arrays of one rank, without their data.
 
-    `facts` has the name, dtype and shape of each tensor that the rank holds in part or whole.
-    `sharded` says for each tensor whether the rank holds a shard of it. `shards` is a table (see
-    module `piece_table`) of the index ranges of each shard. The column `TENSOR` of the table
-    `shards` says to which tensor a shard belongs: it has an index into `facts`.
+    `sharded` says of which of the tensors `facts` the rank holds a shard. `shards` is a table (see
+    `piece_table`) of the index ranges of the shards.
     """
 
     facts: tuple[Fact, ...]
@@ -58,10 +51,8 @@ class Description(NamedTuple):
 class Tensors(NamedTuple):
     """The tensors of all ranks, and which ranks hold which tensors.
 
-    `facts` has the name, dtype and shape of each tensor, parameters first. Ranks that hold the same
-    tensors are of one kind. For each kind, `kinds` has an array of the indices of its tensors in
-    `facts`, and an array that says which of these tensors are sharded. `kind_of` has, for each
-    rank, the index of its kind in `kinds`.
+    Ranks that hold the same tensors are of one kind. `kinds` has, for each kind, the indices of its
+    tensors in `facts`, and which of them are sharded. `kind_of` has the kind of each rank.
     """
 
     facts: list[Fact]
@@ -70,11 +61,7 @@ class Tensors(NamedTuple):
 
 
 def agree(all_ranks: Sequence[Description]) -> Tensors:
-    """Return the tensors of all ranks, merged from the descriptions of each rank.
-
-    A tensor may be missing on some ranks, but the ranks that have it must agree on its dtype, its
-    shape and whether it is sharded. If ranks disagree, a MismatchError names two of them.
-    """
+    """Return the tensors of all ranks, merged from the descriptions. Raises MismatchError."""
     tensors: dict[Path, tuple[int, tuple]] = {}
     kinds: dict[tuple, int] = {}
     kind_of: list[int] = []
@@ -97,10 +84,7 @@ def agree(all_ranks: Sequence[Description]) -> Tensors:
 def agree_on_extras(all_ranks: Sequence[Extras]) -> Extras:
     """Return the extras (leaves that are not arrays) of all ranks.
 
-    Raise MismatchError if two ranks have different values for the same extra.
-
-    Some ranks may lack an extra: a parameter server, for example, has no position in the training
-    data.
+    Raises MismatchError if two ranks have different values for an extra.
     """
     extras: dict[Path, tuple[int, object]] = {}
     for rank, one in enumerate(all_ranks):
@@ -110,11 +94,7 @@ def agree_on_extras(all_ranks: Sequence[Extras]) -> Extras:
 
 
 def check_names(facts: Sequence[Fact], extras: Sequence[Path]) -> None:
-    """Raise an error if one path is an array on some rank, and a plain value or a dict on another.
-
-    `facts` describes the tensors of all ranks, and `extras` has the paths of all other values. The
-    error is a CheckpointError if one of the values is a dict, otherwise a MismatchError.
-    """
+    """Raise an error if one path is an array on some rank, and something else on another."""
     both = sorted(show(path) for path in {fact.path for fact in facts}.intersection(extras))
     if both:
         raise MismatchError(f"save: {both} are arrays on some ranks and plain values on others")
@@ -133,10 +113,7 @@ def _described(held: tuple[Fact, bool]) -> str:
 
 
 def _same(rank: int, path: Path, value, known: dict, tell) -> None:
-    """Record in `known` that `rank` has this `value` for a path of the state.
-
-    Raise MismatchError if another rank has a different value for the path.
-    """
+    """Record that `rank` has this `value`; raise MismatchError if another rank differs."""
     first, other = known.setdefault(path, (rank, value))
     here, there = tell(value), tell(other)
     if here != there:
@@ -148,9 +125,8 @@ def _same(rank: int, path: Path, value, known: dict, tell) -> None:
 def writers_of(writers: str | int, nodes: Sequence[int]) -> list[int]:
     """Return, for each rank, the rank that writes its data; `nodes` has the node of each rank.
 
-    If `writers` is "all", each rank writes for itself. If `writers` is "node", the first rank of
-    each node writes for all ranks of the node. If `writers` is a number, this number of evenly
-    spaced ranks write, each for itself and for the ranks between it and the next writing rank.
+    With "all" each rank writes, with "node" the first rank of each node, and with a number so many
+    evenly spaced ranks.
     """
     size = len(nodes)
     if writers == "all":
@@ -162,13 +138,9 @@ def writers_of(writers: str | int, nodes: Sequence[int]) -> list[int]:
 
 
 class Share(NamedTuple):
-    """The pieces of arrays that a rank gives to the writing rank `to`, and the pieces it writes.
+    """The parts of arrays that a rank gives to the writing rank `to`, and the parts it writes.
 
-    A rank that writes its own pieces gives them to itself.
-
-    The fields `gives` and `writes` are tables of `piece_table`, in the order of the tensors. In
-    `gives` and `writes`, the column `FILE` has the rank that holds the piece. The column `OFFSET`
-    has the offset of the piece in the file of the writing rank.
+    In these tables of `piece_table`, the column `FILE` has the rank that holds the part.
     """
 
     gives: np.ndarray
@@ -185,10 +157,9 @@ def itemsizes(facts: Sequence[Fact]) -> np.ndarray:
 def shares(
     tensors: Tensors, all_ranks: Sequence[Description], writer_of: Sequence[int]
 ) -> list[Share]:
-    """Return, for each rank, which pieces (parts of arrays) it sends and which it writes in a save.
+    """Return, for each rank, which parts of arrays it sends and which it writes in a save.
 
-    `all_ranks` has the description of the arrays of each rank, and `writer_of` the rank that writes
-    the data of each rank. Raise CheckpointError if the shards of an array overlap or leave a hole.
+    Raises CheckpointError if the shards of an array overlap or leave a hole.
     """
     rows = assign(tensors, all_ranks, writer_of)
     holder, tensor = rows[:, piece_table.FILE], rows[:, piece_table.TENSOR]
@@ -212,13 +183,7 @@ def shares(
 def assign(
     tensors: Tensors, all_ranks: Sequence[Description], writer_of: Sequence[int]
 ) -> np.ndarray:
-    """Return the table of all pieces (parts of arrays) of a save, with a writing rank for each.
-
-    `all_ranks` has the description of the arrays of each rank. `writer_of` has, for each rank, the
-    rank that writes its data.
-
-    The column `FILE` of the table has the rank that holds and sends the piece.
-    """
+    """Return the table of all parts of arrays in a save, with the rank that holds each."""
     shapes = [fact.shape for fact in tensors.facts]
     tables, seen = [], set()
     for rank, one in enumerate(all_ranks):
@@ -241,11 +206,7 @@ def assign(
 
 
 def _replicated(tensors: Tensors, writers: set[int], dims: int) -> Iterator[np.ndarray]:
-    """Yield a table of pieces for each group of replicated tensors (those that ranks hold whole).
-
-    Two tensors are in the same group if exactly the same ranks hold both, and if both are
-    parameters or both are not parameters.
-    """
+    """Yield a table of parts for each group of tensors that the same ranks hold whole."""
     held: list[list[int]] = [[] for _ in tensors.facts]
     for kind, (number, sharded) in enumerate(tensors.kinds):
         for tensor in number[~sharded].tolist():
@@ -262,10 +223,7 @@ def _replicated(tensors: Tensors, writers: set[int], dims: int) -> Iterator[np.n
 
 
 def _cut(group: np.ndarray, ranks: Sequence[int], facts: Sequence[Fact], dims: int) -> np.ndarray:
-    """Lay tensors end to end, and cut them into one range of about equal bytes for each rank.
-
-    Return the pieces as a table.
-    """
+    """Lay tensors end to end, and cut them into one range of about equal bytes for each rank."""
     size = itemsizes(facts)
     count = np.array([prod(fact.shape) for fact in facts], np.int64)
     ends, byte_ends = np.add.accumulate(count), np.add.accumulate(size * count)

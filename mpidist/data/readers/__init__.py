@@ -1,1 +1,1 @@
-"""A reader for each file format. Each record is checked when it is read."""
+"""A reader for each file format, which checks each record when it is read."""

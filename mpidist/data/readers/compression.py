@@ -4,12 +4,8 @@
     points     ^                   ^                   ^            decompression can begin here
     block 3                        -----------########              ---: dropped, ###: returned
 
-A point is a copy of the decompressor's state, from which decompression can begin. A point takes 40
-to 56 KiB of memory, for the decompressor's tables and for the 32 KiB of data before the point. The
-points are recorded while the whole file is decompressed once, at first one point for each block of
-decompressed data. When a file has too many points (saved states), every second point is dropped.
-Dropping points bounds the memory, but the time to read a block then grows with the size of the
-files.
+A point is a copy of the decompressor's state, from which decompression can begin. A file has a
+limited number of points, so the time to read a block grows with the size of the files.
 
 J.-L. Gailly, M. Adler, zran.c in zlib's examples; RFC 1950 to 1952.
 """
@@ -82,13 +78,7 @@ class _Cursor:
 
 
 class DecompressionCache:
-    """What the compressed files of a data set share: a cache of decompressed blocks.
-
-    The object also keeps the decompressor that was used last, so that a read of the following bytes
-    continues where that decompressor stopped. `files` is the number of files.
-
-    The cache has no lock, so only one thread at a time may use it.
-    """
+    """A cache of decompressed blocks, which the `files` compressed files of a data set share."""
 
     def __init__(self, files: int):
         self.points = max(1, _POINTS // files)  # of each file
@@ -124,14 +114,7 @@ class Compressed:
         self._spacing = _BLOCK
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield all decompressed data in order, and remember states of the decompressor on the way.
-
-        `read` can begin decompression at these states later.
-
-        At the end, the attribute `size` is set to the number of decompressed bytes.
-
-        Raises zlib.error for damaged data.
-        """
+        """Yield all decompressed data in order, and note where `read` can begin to decompress."""
         cursor = _Cursor(self._pread)
         try:
             self._note(cursor)
@@ -151,7 +134,7 @@ class Compressed:
             self._points = {at: point for at, point in some if at % self._spacing == 0}
 
     def read(self, begin: int, target: memoryview) -> None:
-        """Fill `target` with decompressed data from byte `begin` on; with zeros after their end."""
+        """Fill `target` with decompressed data from byte `begin` on, then with zeros."""
         while target:
             number, within = divmod(begin, _BLOCK)
             data = self._block(number)[within : within + len(target)]
@@ -168,11 +151,7 @@ class Compressed:
         return block
 
     def unpack(self, number: int) -> bytes:
-        """Return block `number` of the decompressed data, by decompressing it.
-
-        If the file has changed since the method `pieces` read it, the result may be only a part of
-        the block.
-        """
+        """Return block `number` of the decompressed data; only a part if the file has changed."""
         start = number * _BLOCK
         stop = min(start + _BLOCK, self.size)
         point = start - start % self._spacing

@@ -5,11 +5,9 @@
     SequenceExample         1: Features, its context              2: FeatureLists
     FeatureLists            1: map entry   1: name   2: FeatureList           1: Feature, repeated
 
-Example and SequenceExample are messages of Protocol Buffers. A message is a sequence of fields. A
-field is a varint (an integer of 1 to 10 bytes), which is ``number << 3 | kind``, followed by a
-value. A value of kind 0 is a varint, a value of kind 1 is eight bytes, and a value of kind 5 is
-four bytes. A value of kind 2 is a length followed by that many bytes. Every other kind, and every
-length that goes beyond the end of the message, raises a ValueError.
+Both are messages of Protocol Buffers. A message is a sequence of fields, and a field is a key,
+``number << 3 | kind``, followed by a value. An unknown kind, or a length beyond the end of the
+message, raises a ValueError.
 
 Protocol Buffers, "Encoding"; tensorflow/core/example/{example,feature}.proto.
 """
@@ -39,7 +37,7 @@ def varint(data: bytes, at: int, stop: int) -> tuple[int, int]:
 def fields(data: bytes, span: Span) -> Iterator[tuple[int, int, Span]]:
     """Yield (number, kind, span) for each field of a message that lies at `span` in `data`.
 
-    A span is a (begin, end) in bytes; the third value is the span of the field's value.
+    A span is a (begin, end) in bytes, here of the field's value.
     """
     at, stop = span
     while at < stop:
@@ -63,8 +61,7 @@ def fields(data: bytes, span: Span) -> Iterator[tuple[int, int, Span]]:
 def layout(data: bytes) -> dict[str, tuple[int, list[tuple[int, Span]]]]:
     """Return a dict: name of a feature -> (type of its list, [(kind, span) of each value]).
 
-    A span is the (begin, end) of a value in `data`. For a SequenceExample, the features of its
-    context are returned.
+    A span is the (begin, end) of a value in `data`.
     """
     found: dict[str, tuple[int, list[tuple[int, Span]]]] = {}
     for name, feature in _entries(data, 1):
@@ -116,10 +113,7 @@ def _of(data: bytes, span: Span, number: int, kind: int | None = 2):
 
 
 def values(data: bytes, kind_of_list: int, parts: list[tuple[int, Span]]):
-    """Decode the values of a feature: a list of bytes, or an array of float32 or int64.
-
-    `kind_of_list` and `parts` are those of the feature in the result of `layout`.
-    """
+    """Decode the values of a feature: a list of bytes, or an array of float32 or int64."""
     if kind_of_list == _BYTES:
         return [data[slice(*span)] for _, span in parts]
     text = b"".join(data[slice(*span)] for _, span in parts)
@@ -147,10 +141,7 @@ def varints(flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def encode_example(features: dict) -> bytes:
-    """Return an encoded Example; a feature is a list of bytes, or an array of floats or integers.
-
-    This function is for tests, and to prepare data.
-    """
+    """Return an encoded Example of features: lists of bytes, or arrays of floats or integers."""
     entries = b""
     for name, value in features.items():
         if isinstance(value, list):

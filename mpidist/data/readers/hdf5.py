@@ -4,11 +4,8 @@
     a batch     rows 5 9 130 4000        chunks 0, 1, 31: three reads, four rows
 
 If a dataset has filters (for example, if it is compressed), its chunks are read whole. The filters
-of HDF5 and h5py (gzip, lzf, szip, ...) can be used, and also the filters of hdf5plugin if it is
-installed. If a dataset has no filters, the file contains the bytes of the rows as they are in
-memory. A batch of a dataset without filters is read without the HDF5 library. Without filters, only
-the rows of the batch are read, and not whole chunks. Rows that are close together in the file are
-read at once, with the gaps between them.
+of HDF5, h5py and, if installed, hdf5plugin can be used. Without filters, only the rows of the batch
+are read, without the HDF5 library.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ _GAP = 4096
 class HDF5:
     """Named datasets of one file, whose first axes have the same length.
 
-    A lock lets only one thread read at a time.
+    Any thread may read.
 
     Parameters
     ----------
@@ -48,8 +45,7 @@ class HDF5:
     Raises
     ------
     ConfigError
-        The file or a dataset is missing, or a dataset is not plain numbers inside the file itself
-        (see ``untrusted_hdf5.py``).
+        The file or a dataset is missing, or a dataset is not plain numbers inside the file itself.
     """
 
     reads = True
@@ -95,9 +91,7 @@ class HDF5:
     def counts(self) -> list[int]:
         """Number of samples in each HDF5 chunk, as the argument `counts` of `sharding.shard`.
 
-        With these counts and the mode "file", `shard` gives each chunk to one rank, which
-        decompresses it once. If the datasets have chunks of different sizes, the result has the
-        numbers for the largest chunks.
+        With mode "file", `shard` then gives each chunk to one rank, which decompresses it once.
         """
         there = [reader.chunk for reader in self._readers if reader.chunk < len(self)]
         per = max(there, default=max(1, len(self)))
@@ -259,9 +253,7 @@ def hdf5(
     """Return (train, test) sources, from one file or from two files.
 
     With `train`, the first `train` samples of the file are the training set, and all others the
-    test set.
-
-    Raises ConfigError unless exactly one of `train` and `test_path` is given.
+    test set. Raises ConfigError unless exactly one of `train` and `test_path` is given.
     """
     if (train is None) == (test_path is None):
         raise ConfigError(f"hdf5: train={train}, test_path={test_path}: give one of the two")

@@ -1,8 +1,7 @@
 """Read images and labels in MNIST's IDX format, plain or compressed by gzip.
 
 A file has two zero bytes, a code for the type (8: unsigned byte), the number of dimensions, the
-length of each dimension as a big-endian integer of 4 bytes, and after these the values. The
-functions of this module refuse a file that is longer or shorter than its header says.
+length of each dimension as a big-endian integer of 4 bytes, and the values.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ def idx(
     Raises
     ------
     ConfigError
-        When a file is missing, is not IDX, or has more or fewer bytes than its header says. Also
-        when the two files have different numbers of samples, or when no sample is left for the test
-        set.
+        When a file is missing, damaged or not IDX, when the two files have different numbers of
+        samples, or when no sample is left for the test set.
 
     References
     ----------

@@ -5,8 +5,7 @@
     1,5,9 4:1             several labels, or none: with multilabel=True
                           empty lines and comments are not records
 
-A line that is not a valid record counts as a bad record: it has a record number, and `take` raises
-BadRecord for this number. NaN and infinities are valid values.
+A line that is not a valid record counts as a bad record: `take` raises BadRecord for its number.
 
 C.-C. Chang, C.-J. Lin, "LIBSVM: a library for support vector machines", ACM TIST 2(3), 2011.
 """
@@ -45,35 +44,31 @@ class LibSVM:
     path : path-like
         A plain, gzip or bzip2 file.
     features : int, optional
-        Number of columns of a dense sample. A record with a column of number `features` or more is
-        bad. The default is the largest column of the file plus one. One wrong digit in the file can
-        make the default very large. If `features` is not given, `take` therefore refuses more than
-        2^20 columns; `rows` has no limit.
+        Number of columns of a dense sample, by default the largest column of the file plus one. A
+        record with a column of number `features` or more is bad. Without `features`, `take` refuses
+        more than 2^20 columns, because one wrong digit in the file could mean very large samples.
     classes : sequence of float, optional
-        The label value of each class, in ascending order. If `classes` is given, `take` returns
-        class numbers (int64, from 0) in place of label values.
+        The label value of each class, in ascending order. With `classes`, `take` returns class
+        numbers (int64, from 0) in place of label values.
     zero_based : bool or "auto"
-        Whether the file counts columns from 0; the columns of this object always begin at 0. "auto"
-        means False if the file has columns but no column 0, else True. A single damaged digit in
-        the file can change the result of "auto", so pass a bool if you can.
+        Whether the file counts columns from 0; this object always does. "auto" means False if the
+        file has columns but no column 0, else True.
     multilabel : bool
-        Whether a record may have any number of labels. With `multilabel`, `classes` is by default
-        all label values of the file.
+        Whether a record may have any number of labels. `classes` is then by default all label
+        values of the file.
     query_id : bool
-        Whether to read the query numbers after ``qid:``. If `query_id` is True, a record without a
-        query number is bad.
+        Whether to read the query numbers after ``qid:``. A record without one is then bad.
 
     Attributes
     ----------
     labels : array (n,)
-        The label of each record, NaN for a bad record. With `multilabel`, the array has the labels
-        of all records one after the other.
+        The label of each record, NaN for a bad record. With `multilabel`, the labels of all records
+        one after the other.
     label_starts : array (n + 1,)
-        The labels of record k are ``labels[label_starts[k]:label_starts[k + 1]]``, in ascending
-        order.
+        The labels of record k are ``labels[label_starts[k]:label_starts[k + 1]]``, ascending.
     starts, columns, values : arrays
-        The columns of record k are ``columns[starts[k]:starts[k + 1]]``, in ascending order, and
-        its values are the same part of `values`.
+        The columns of record k are ``columns[starts[k]:starts[k + 1]]``, ascending, and its values
+        are the same part of `values`.
     queries : array (n,) of int64
         The query number of each record, if `query_id` is True.
     zero_based : bool
@@ -210,8 +205,7 @@ class LibSVM:
     def rows(self, indices) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the records at `indices` as compressed sparse rows (starts, columns, values).
 
-        The columns of record number k of the result are ``columns[starts[k]:starts[k + 1]]``, in
-        ascending order, and its values are the same part of `values`.
+        Record k of the result has ``columns[starts[k]:starts[k + 1]]``.
         """
         indices = np.asarray(indices, np.int64)
         check_indices(f"libsvm: {self.name}", indices, len(self))
@@ -222,10 +216,7 @@ class LibSVM:
         return starts, self.columns[at], self.values[at]
 
     def check_width(self) -> None:
-        """Raise ConfigError if dense samples would be too wide: over 2^20 columns.
-
-        This limit holds only if `features` was not given.
-        """
+        """Raise ConfigError if `features` was not given and samples have over 2^20 columns."""
         if self._given or self.features <= _WIDEST:
             return
         last = int(np.argmax(self.columns))
@@ -240,8 +231,8 @@ class LibSVM:
     def take(self, indices) -> tuple:
         """Return the records at `indices` as dense float32 (n, features), and their labels.
 
-        If `query_id` is set, an array of query numbers (n,) comes before the labels. Labels have
-        the shape (n,). If `multilabel` is set, the labels are uint8 (n, classes) of 0 and 1.
+        The labels have the shape (n,); with `multilabel` they are uint8 (n, classes) of 0 and 1.
+        With `query_id`, an array of query numbers (n,) comes before the labels.
         """
         self.check_width()
         indices = np.asarray(indices, np.int64)
@@ -318,7 +309,7 @@ def libsvm(
 ) -> tuple[Source, Source]:
     """Return (train, test) sources of dense samples; the label values of `path` are the classes.
 
-    If `zero_based` is "auto", columns count from 1 if neither file has a column 0.
+    If `zero_based` is "auto", the columns of both files count from 1 if neither has a column 0.
     """
     opened = partial(LibSVM, features=features, multilabel=multilabel)
     train, test = (opened(one, zero_based=zero_based) for one in (path, test_path))

@@ -50,19 +50,18 @@ def local_copy(
         An HTTP address, or an address that fsspec can open.
     folder : path-like
         A folder on a disk of each node, with the same name on all nodes.
-    tries : int
-        The largest number of attempts to fetch the file. After the first failure, `wait` seconds
-        pass until the next attempt; this time doubles after each further failure.
+    tries, wait : number
+        The largest number of attempts, and the seconds before the second one. Each later pause is
+        twice as long as the one before.
     bandwidth : float, optional
         The largest number of bytes per second that each node fetches.
     ranks_per_node : int, optional
-        For tests: the ranks are divided into simulated nodes of this many consecutive ranks. The
-        ranks of each simulated node must pass a folder of their own.
+        For tests: simulated nodes of this many consecutive ranks, with a folder each.
 
     Raises
     ------
     MpidistError
-        Raised on all ranks if a node could not fetch the file.
+        On all ranks, if a node could not fetch the file.
     """
     return _copies(comm, [url], folder, ranks_per_node, tries, wait, bandwidth)[0]
 
@@ -85,20 +84,14 @@ def _copies(comm, urls, folder, ranks_per_node, *how) -> list[Path]:
 
 
 def is_remote(settings: Mapping) -> bool:
-    """Return whether a data source's settings name a remote file.
-
-    A setting names a remote file if its value is a text with ``://``, or a list that contains such
-    a text.
-    """
+    """Return whether a data source's settings name a remote file, a text with ``://``."""
     return any("://" in text for value in settings.values() for text in _texts(value))
 
 
 def brought_here(comm, settings: Mapping, *, ranks_per_node: int | None = None) -> dict:
     """Fetch the files whose URLs are in a data source's settings; return settings with local paths.
 
-    Collective over `comm`. The key ``cache`` of the settings names the folder for the copies. By
-    default, the copies are in a folder to which only this user can write, inside the node's folder
-    for temporary files. A URL may be a pattern if its protocol can list files.
+    Collective over `comm`. The setting ``cache`` names the folder for the copies.
     """
     table = dict(settings)
     cache = table.pop("cache", None)
@@ -183,10 +176,7 @@ def _there(url: str, target: Path) -> bool:
 def fetch(
     url: str, target: Path, tries: int = 5, wait: float = 1.0, bandwidth: float | None = None
 ) -> None:
-    """Fetch `url` to the file `target`, which appears only when it is complete.
-
-    The other arguments have the same meaning as in `local_copy`.
-    """
+    """Fetch `url` to the file `target`, which appears only when it is complete."""
     if tries < 1:
         raise ConfigError(f"remote: tries is {tries}, expected 1 or more")
     target.parent.mkdir(parents=True, exist_ok=True)

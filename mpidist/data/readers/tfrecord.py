@@ -2,10 +2,8 @@
 
     length (8 bytes)  crc of the length (4)  |  data  |  crc of the data (4)     little-endian
 
-The checksums are "masked": a CRC-32C is rotated, and a constant is added. An index of all records
-is made from their lengths alone, so that each record can be read without the others. If a whole
-file is compressed by gzip or zlib, it is decompressed once to make its index (see
-``compression.py``).
+The checksums are "masked": a CRC-32C is rotated, and a constant is added. A file that is compressed
+by gzip or zlib is decompressed once to find its records.
 
 TensorFlow, "TFRecord and tf.train.Example" and tensorflow/core/lib/hash/crc32c.h.
 """
@@ -38,10 +36,7 @@ _LONGEST = 1 << 30
 
 
 def _checksum():
-    """Return a function that computes CRC-32C.
-
-    Raise ConfigError if the package google-crc32c is not installed.
-    """
+    """Return a function that computes CRC-32C. Raises ConfigError without google-crc32c."""
     try:
         from google_crc32c import implementation, value
     except ImportError:
@@ -71,21 +66,18 @@ class Laid(NamedTuple):
 
 
 class TFRecords:
-    """The records of TFRecord files, read by their numbers.
-
-    A lock lets only one thread read at a time.
+    """The records of TFRecord files, read by their numbers, from any thread.
 
     Parameters
     ----------
     paths : path-like, or sequence of path-like
-        The files, in the order in which their records are numbered. Each file may be plain, or
-        compressed by gzip or zlib.
+        The files, in the order in which their records are numbered, plain or compressed by gzip or
+        zlib.
 
     Raises
     ------
     ConfigError
-        A file is missing, or the length of a record or the compressed data are damaged. (After such
-        damage the beginning of the next record is unknown.)
+        A file is missing, or the length of a record or the compressed data are damaged.
     """
 
     def __init__(self, paths: str | os.PathLike | Sequence):
@@ -180,10 +172,9 @@ class TFRecords:
         return [data[start:stop].tobytes() for start, stop in bounds]
 
     def lay(self, indices: Sequence[int] | np.ndarray, room: np.ndarray | None = None) -> Laid:
-        """Read the records at `indices` into one array, and check them.
+        """Read the records at `indices` into one array, check them, and return them as `Laid`.
 
-        Raises BadRecord for a damaged record. If the array `room` has enough bytes, the records are
-        read into it, and no new memory is needed.
+        Raises BadRecord for a damaged record.
         """
         indices = np.asarray(indices, np.int64)
         check_indices("tfrecord", indices, len(self))
@@ -247,10 +238,7 @@ class _Forward:
         self._pieces, self._begin, self._seen = pieces, 0, b""
 
     def __call__(self, at: int, count: int) -> bytes:
-        """Return `count` bytes or more from position `at`, or fewer at the end of the data.
-
-        `at` must never decrease.
-        """
+        """Return `count` bytes or more from `at`, which never decreases, or fewer at the end."""
         while at + count > self._begin + len(self._seen):
             gone = min(at - self._begin, len(self._seen))
             self._begin, self._seen = self._begin + gone, self._seen[gone:]

@@ -2,9 +2,7 @@
 
     TFRecord files   Example {id, labels, mean_rgb, mean_audio}   ->   (n, 1024 + 128), (n, 3862)
 
-The labels of a video are the indices of its entities, which are topics. Most records have the same
-layout (positions of the values) as an earlier record of the same length. A record with a known
-layout need not be decoded (``message_layouts.py``).
+The labels of a video are the indices of its entities, which are topics.
 
 S. Abu-El-Haija et al., "YouTube-8M: a large-scale video classification benchmark", 2016,
 arXiv:1609.08675.
@@ -76,8 +74,8 @@ class Videos:
 class YouTube8M(Videos):
     """Samples of files with features of whole videos.
 
-    The features of a sample are float32 numbers. The label of a sample has a uint8 number for each
-    entity (topic): 1 if the video has this entity, otherwise 0.
+    A sample has float32 features, and a label that is a uint8 number for each entity (topic): 1 if
+    the video has this entity, otherwise 0.
 
     Parameters
     ----------
@@ -136,10 +134,7 @@ class YouTube8M(Videos):
         return spans
 
     def _decoded(self, data: bytes) -> tuple[list[example.Span], list[example.Span]]:
-        """Return two lists of (begin, end): of features and labels, and of all bytes that may vary.
-
-        The bytes in the second list may differ between records of the same layout.
-        """
+        """Return the (begin, end) of features and labels, and of all bytes that may vary."""
         found = example.layout(data)
         spans = []
         for name, width in self.features.items():
@@ -155,8 +150,7 @@ class YouTube8M(Videos):
 def mark_entities(records: Laid, spans: np.ndarray, indices, labels: np.ndarray) -> None:
     """Set `labels` to 1 for the entities (topics) of each video, and to 0 for all others.
 
-    `spans` has the (begin, end) in bytes of each record's list of entities, which are encoded as
-    varints. Raises BadRecord for an entity number that is not less than the number of classes.
+    Raises BadRecord for an entity number that is too large.
     """
     labels[...] = 0
     starts, stops = spans.T
@@ -180,8 +174,7 @@ def mark_entities(records: Laid, spans: np.ndarray, indices, labels: np.ndarray)
 def packed_span(found: Mapping, name: str, kind: int) -> example.Span:
     """Return the (begin, end) in bytes of a feature's values; both are equal if there are none.
 
-    `found` is the result of `example.layout`. Raises ValueError if no feature has this name and
-    kind, or if its values are not packed in one field.
+    Raises ValueError if there is no such packed feature.
     """
     got, parts = found.get(name, (0, []))
     if got != kind or len(parts) > 1 or any(wire != 2 for wire, _ in parts):

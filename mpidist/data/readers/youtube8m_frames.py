@@ -3,8 +3,7 @@
     TFRecord files   SequenceExample   context: id, labels   feature_lists: rgb, audio
                      a video of 3      frames (5, 1024 + 128) uint8: 3, and 2 of zeros; 3; (3862,)
 
-A frame has 1,024 bytes of "rgb" and 128 bytes of "audio". Each byte of a frame stands for a number
-from -2 to 2.
+Each byte of a frame stands for a number from -2 to 2.
 
 References: Abu-El-Haija et al., "YouTube-8M: a large-scale video classification benchmark", 2016,
 arXiv:1609.08675; the function "Dequantize" in YouTube-8M's starter code.
@@ -37,8 +36,7 @@ class YouTube8MFrames(Videos):
         The TFRecord files with frame-level features.
     frames : int
         Number of frames of each sample. Longer videos are cut, and shorter videos are padded with
-        zeros. The second array of a sample has the number of frames that are not padding. The data
-        set has one frame per second of video, and at most 300 frames of a video.
+        zeros. The data set has at most 300 frames of a video, one per second.
     classes : int
         Number of entities (topics). A record with a label of `classes` or more is bad.
     features : mapping of name -> bytes
@@ -105,8 +103,7 @@ class YouTube8MFrames(Videos):
 def mean_frames(frames: np.ndarray, counts: np.ndarray, labels: np.ndarray) -> tuple:
     """Return the mean of each video's frames, as float32 (n, bytes) from -2 to 2, and the labels.
 
-    Pass `mean_frames` to `Derived`, a source that computes its samples from another source. The
-    video-level files of YouTube-8M contain such means of frames.
+    Pass `mean_frames` to `Derived`, a source that computes its samples from another source.
     """
     means = frames.sum(axis=1, dtype=np.uint32) / np.maximum(counts, 1)[:, None]
     return (means * _SCALE + _BIAS).astype(np.float32), labels
@@ -120,9 +117,8 @@ def youtube8m(
 ) -> tuple[Source, Source]:
     """Return (train, test) sources from names of files, or patterns such as ``train*.tfrecord``.
 
-    If `frames` is None, the files must be video-level files. If `frames` is a number, the files
-    must be frame-level files, and a sample is the mean of at most the first `frames` frames of a
-    video.
+    If `frames` is None, the files must be video-level files. If it is a number, they must be
+    frame-level files, and a sample is the mean of at most the first `frames` frames of a video.
     """
 
     def opened(patterns):
