@@ -1,7 +1,6 @@
 """mpidist: training of plain NumPy and CuPy models in an MPI job.
 
-Importing this package neither initialises MPI nor imports cupy. Each public name is imported from
-its module when a program first uses the name.
+Importing this package neither initialises MPI nor imports cupy.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ __all__ = [*_HOME, *_SUBMODULES, "__version__"]
 
 
 def imported(package: dict, name: str):
-    """Import the public `name` of the package whose globals are `package`; store it there."""
+    """Import the public `name` of the package whose global names are the dict `package`."""
     if name not in package["_HOME"]:
         raise AttributeError(f"module {package['__name__']!r} has no attribute {name!r}")
     home = importlib.import_module(f"{package['__name__']}.{package['_HOME'][name]}")

@@ -1,13 +1,12 @@
 """Convert, allocate and copy NumPy and CuPy arrays. No other module uses cupy.
 
-NumPy and CuPy arrays are used without a conversion. A tensor with DLPack (torch, JAX, ...) becomes
-a NumPy or CuPy array over the same memory. cupy is imported only when the program already has a
-device array, so a host without a GPU does not need cupy.
+NumPy and CuPy arrays are used as they are. A tensor with DLPack (torch, JAX, ...) becomes a NumPy
+or CuPy array over the same memory. cupy is imported only when the program already has a device
+array, so a host without a GPU does not need cupy.
 
-Data of a GPU are copied to pinned host buffers, which are passed to MPI. MPI gets device memory
-directly only under two conditions: the user or the MPI library asks for it, *and* a test on this
-host has succeeded before (see `mpi_direct`). The test is necessary because an MPI library that
-cannot read device memory does not raise an error but ends the process.
+Data of a GPU are copied to host buffers in pinned memory before MPI sends them. MPI gets device
+memory directly only if the user or the MPI library asks for it and a test on this host has
+succeeded (see `mpi_direct`).
 """
 
 from __future__ import annotations
@@ -117,8 +116,7 @@ def _from_dlpack(x):
 def _readable(x) -> np.ndarray | None:
     """Return `x` as a read-only array, for a dtype that DLPack does not support (bfloat16 of JAX).
 
-    The result may be a copy of `x`. The result is read-only, because values written into a copy
-    would be lost.
+    The result may be a copy of `x`. If `x` cannot be converted, the result is None.
     """
     try:
         array = x.__array__().view()
@@ -150,9 +148,8 @@ def load_cupy():
 def to_device(x, local_rank: int):
     """Return a copy of a host array in the memory of this rank's GPU.
 
-    The number of the GPU is `local_rank` modulo the number of GPUs that this rank sees. The batch
-    system may show each rank only its own GPU, or all GPUs of the node. Raises ConfigError without
-    cupy or without a GPU.
+    The number of the GPU is `local_rank` modulo the number of GPUs that this rank sees. Raises
+    ConfigError without cupy or without a GPU.
     """
     cupy = load_cupy()
     cupy.cuda.Device(local_rank % cupy.cuda.runtime.getDeviceCount()).use()
@@ -165,7 +162,7 @@ def is_writable(x) -> bool:
 
 
 def all_finite(x) -> bool:
-    """Return whether all values of an array are finite. Integers and texts always are."""
+    """Return whether all values of an array are finite."""
     if x.dtype.kind in "iubSUOmM" or x.dtype.names:
         return True
     isfinite = array_module(x).isfinite
@@ -182,29 +179,21 @@ def all_finite(x) -> bool:
 
 @cache
 def keep_freed_memory() -> None:
-    """Let this process keep up to 64 MiB of memory that it has freed, for its next arrays.
-
-    Each step of training frees the same arrays that the next step makes. glibc may give this memory
-    back to the system, and the page faults of the next step take a quarter of the time of a step of
-    a small model. Freeing an array of 31 MiB makes glibc keep twice as much (M_MMAP_THRESHOLD in
-    mallopt(3)).
-    """
+    """Let this process keep up to 64 MiB of memory that it has freed, for its next arrays."""
+    # glibc then keeps twice as much (M_MMAP_THRESHOLD in mallopt(3)). Otherwise each step would
+    # have the page faults of its new arrays.
     np.empty(31 << 20, np.uint8)  # freed at once, and never touched
 
 
 def unique_numbers(x) -> np.ndarray:
-    """Return the different values of a NumPy array, sorted: the result of ``np.unique(x)``.
-
-    `np.unique` counts the values too, as without counts it would import `np.ma`, which takes 9 ms.
-    """
+    """Return the different values of a NumPy array, sorted."""
+    # Without counts, `np.unique` would import `np.ma`, which takes 9 ms.
     return np.unique(x, return_counts=True)[0]
 
 
 def medians(x) -> np.ndarray:
-    """Return the medians over the first axis of `x`, which must not be empty.
-
-    `np.median` is not used here, because it imports `np.ma`, which takes each rank 9 ms.
-    """
+    """Return the medians over the first axis of `x`, which must not be empty."""
+    # `np.median` would import `np.ma`, which takes 9 ms.
     ordered = np.sort(x, axis=0)
     return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
@@ -213,9 +202,8 @@ def medians(x) -> np.ndarray:
 def work_dtype(dtype) -> np.dtype:
     """Return the dtype in which values of `dtype` are added.
 
-    The result is float32 for float16 and bfloat16, whose sums would lose bits at every addition.
-    For other dtypes the result is `dtype` itself in native byte order. bfloat16 is recognised by
-    its name, so ml_dtypes need not be imported.
+    The result is float32 for float16 and bfloat16, because a sum in half precision would lose bits
+    at every addition. For other dtypes it is `dtype` itself in native byte order.
     """
     dtype = np.dtype(dtype)
     if dtype.name in ("float16", "bfloat16"):
@@ -226,8 +214,7 @@ def work_dtype(dtype) -> np.dtype:
 def element_name(dtype: np.dtype) -> str:
     """Return a name for a dtype; before arrays are sent as bytes, ranks compare these names.
 
-    The name includes the byte order, because a receiver with another byte order would read other
-    numbers. Raises ConfigError for Python objects, which cannot be sent as bytes.
+    Raises ConfigError for Python objects, which cannot be sent as bytes.
     """
     if dtype.hasobject:
         raise ConfigError(f"elements of dtype {dtype} are Python objects; convert them to numbers")
@@ -235,10 +222,7 @@ def element_name(dtype: np.dtype) -> str:
 
 
 def named_arrays(params) -> tuple[list[tuple[str, Any]], str | None]:
-    """Return a list of the (name, array) pairs of a model or mapping, and an error text or None.
-
-    The list is sorted by name, because a dict may have another order on another rank.
-    """
+    """Return the sorted (name, array) pairs of a model or mapping, and an error text or None."""
     tree = params
     if is_module(params):
         try:
@@ -281,11 +265,7 @@ def device_of(x):
 
 
 def host_empty(count: int, dtype, like=None) -> np.ndarray:
-    """Return a one-dimensional NumPy buffer, in pinned memory if `like` is a device array.
-
-    A GPU copies to and from pinned memory at full speed. The pinned memory is freed when Python
-    deletes the buffer.
-    """
+    """Return a one-dimensional NumPy buffer, in pinned memory if `like` is a device array."""
     dtype = np.dtype(dtype)
     nbytes = count * dtype.itemsize
     if nbytes == 0 or not is_device(like):
@@ -298,9 +278,10 @@ def host_empty(count: int, dtype, like=None) -> np.ndarray:
 
 
 def mpi_empty(count: int, dtype, like=None):
-    """Return a one-dimensional buffer for MPI with room for the values of `like`.
+    """Return an uninitialised one-dimensional buffer that MPI can use.
 
-    The buffer is in device memory if `mpi_direct` is true for `like`, otherwise in host memory.
+    The buffer is in device memory if `like` is a device array that MPI may use directly
+    (`mpi_direct`), otherwise in host memory.
     """
     if is_device(like) and mpi_direct(like):
         with like.device:
@@ -311,10 +292,8 @@ def mpi_empty(count: int, dtype, like=None):
 def copy_into(destination, source) -> None:
     """Copy an array into another; each may be a host or device array, contiguous or not.
 
-    Both arrays have the same number of elements. Either the shapes of the arrays are equal, or one
-    array is one-dimensional with its values in C order. Values are cast to the dtype of
-    `destination`. When the call returns, the data are copied, and all earlier work of the current
-    stream is done.
+    Either the shapes of the arrays are equal, or one array is one-dimensional with its values in C
+    order. Values are cast to the dtype of `destination`.
     """
     if destination.shape != source.shape and 1 not in (destination.ndim, source.ndim):
         raise ConfigError(f"cannot copy shape {source.shape} into shape {destination.shape}")
@@ -368,20 +347,13 @@ _answer: bool | None = None  # the result of `mpi_direct`, found once per proces
 
 
 def set_direct(wanted: bool | None) -> None:
-    """Set whether MPI gets device memory; None means that the MPI library decides.
-
-    With None, MPI gets device memory if the MPI library says that it supports GPUs. In all cases a
-    test on this host must have succeeded before (see `mpi_direct`).
-    """
+    """Set whether MPI gets device memory (True or False); None lets the MPI library decide."""
     global _wanted, _answer
     _wanted, _answer = wanted, None
 
 
 def direct_wanted(environ: Mapping[str, str]) -> bool | None:
-    """Return whether the environment asks to pass GPU memory to MPI; None if it does not say.
-
-    The variables are ``MPIDIST_GPU_DIRECT``, and ``MPICH_GPU_SUPPORT_ENABLED`` of Cray MPI.
-    """
+    """Return whether the environment asks to pass GPU memory to MPI; None if it does not say."""
     said = environ.get("MPIDIST_GPU_DIRECT", "").strip()
     if said not in ("", "0", "1"):
         raise ConfigError(f"MPIDIST_GPU_DIRECT={said!r}: expected 0 (staged) or 1 (direct)")
@@ -393,10 +365,9 @@ def direct_wanted(environ: Mapping[str, str]) -> bool | None:
 def mpi_direct(x) -> bool:
     """Return whether MPI may use the memory of `x` directly.
 
-    The result is always true for host arrays. For a device array the result is true only if the
-    user or the MPI library asks for direct use, and if the test ``mpiexec -n 2 python -m
-    mpidist.gpu_direct`` has succeeded on this host with the same MPI, cupy and driver. If the
-    result is false, mpidist copies device arrays to host buffers for MPI.
+    For a device array the result is true only if the user or the MPI library asks for direct use,
+    and if the test ``mpiexec -n 2 python -m mpidist.gpu_direct`` has succeeded on this host with
+    the same MPI, cupy and driver.
     """
     global _answer
     if isinstance(x, np.ndarray):
@@ -408,10 +379,7 @@ def mpi_direct(x) -> bool:
 
 
 def proof_path() -> Path:
-    """Return the path of the GPU test's result file for this host, MPI, cupy and driver.
-
-    Needs MPI.
-    """
+    """Return the path of the file with the result of the GPU test (see `mpi_direct`). Needs MPI."""
     from mpi4py import MPI
 
     cupy = sys.modules["cupy"]

@@ -1,8 +1,8 @@
 """The error classes of mpidist and their exit codes.
 
 The text of an error is one line: what happened, the value that was given, the value that was
-expected, the rank, host and operation, and the cure. If the attribute ``everywhere`` of an error is
-true, all ranks have raised the error together, and only one rank prints the error.
+expected, the rank, host and operation, and what to do. If the attribute ``everywhere`` of an error
+is true, all ranks have raised the error together, and only one rank prints it.
 """
 
 
@@ -47,11 +47,11 @@ class MismatchError(MpidistError):
 
 
 class ReplicaError(MpidistError):
-    """The replicas of a model on several ranks differ, although they must be equal to the last bit.
-    Raised on all ranks.
+    """The copies of a model on several ranks differ, although they must be equal to the last bit.
 
-    The list ``ranks`` has the ranks whose replicas differ from those of most ranks; it is empty if
-    there is no majority. ``tensors`` are the names of the tensors that differ.
+    Raised on all ranks. The list ``ranks`` has the ranks whose copies differ from those of most
+    ranks; it is empty if there is no majority. ``tensors`` are the names of the tensors that
+    differ.
     """
 
     everywhere = True
@@ -77,10 +77,9 @@ class CheckpointError(MpidistError):
 
 
 class StorageError(CheckpointError):
-    """A checkpoint cannot be written or read, because space, memory, or a folder is missing.
+    """A checkpoint cannot be written or read because of missing space, memory or folders.
 
-    A call that raised this error may succeed later. `md.train` prints the error and continues to
-    train.
+    The same call may succeed later. `md.train` prints the error and continues to train.
     """
 
 
@@ -111,8 +110,8 @@ class SourceError(MpidistError):
 class TooManyBadRecords(MpidistError):
     """A data source has more bad records than the run may skip. Raised on all ranks.
 
-    The attribute ``records`` lists (index, reason) of all bad records. On parameter servers, which
-    read no data, the list ``records`` is empty.
+    The attribute ``records`` lists (index, reason) of all bad records. It is empty on parameter
+    servers, which read no data.
     """
 
     everywhere = True
@@ -149,10 +148,7 @@ def nearest(given, known) -> str:
 
 
 def described(error: BaseException, longest: int = 300, *, named: bool = True) -> str:
-    """Return the text of an exception in one line, even if ``str(error)`` raises an exception.
-
-    If `named` is true, the text begins with the name of the exception's class.
-    """
+    """Return the text of an exception in one line, even if ``str(error)`` raises an exception."""
     try:
         text = in_one_line(str(error), longest)
     except BaseException as other:

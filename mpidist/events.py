@@ -1,8 +1,7 @@
 """Counters, time spans, and a log of events in JSON lines.
 
-This module uses no MPI. The number of messages and bytes of an operation (such as an allreduce) is
-known before the operation runs. An operation therefore counts only its runs, and spends no time on
-counting messages. The newest events stay in memory for the report of a hang.
+An operation (such as an allreduce) counts only its runs, because the number of messages of one run
+is known beforehand.
 """
 
 from __future__ import annotations
@@ -96,10 +95,7 @@ class Counters:
 class Runs:
     """Counts the runs of an operation; `counters` has the messages and bytes of one run.
 
-    Each run adds one to `times` and nothing else, because adding the eight fields of `counters`
-    would cost half a microsecond. An operation that counts its runs itself passes `reader`, a
-    function that returns the number of runs. If `numbers` is true, `Context.sequence`, the number
-    of operations on a communicator, includes these runs.
+    The runs are counted in `times`, or by the function `reader`.
     """
 
     def __init__(
@@ -129,7 +125,7 @@ _who: dict = {}
 def open_log(path, **who) -> None:
     """Append events to the JSON-lines file `path` from now on.
 
-    Every line contains the fields in `who` (rank, host, role, ...). A missing folder is created.
+    Every line contains the fields in `who` (rank, host, role, ...).
     """
     global _log
     close_log()
@@ -149,7 +145,7 @@ def close_log() -> None:
 
 
 def emit(kind: str, **details) -> None:
-    """Add one event to `recent`, the newest events, and write it to the log if a log is open.
+    """Add one event to `recent`, the list of the newest events, and to the log if a log is open.
 
     `details` should be JSON scalars or lists of scalars; other values are written as their ``str``.
     """
@@ -185,13 +181,7 @@ OPEN = Operation._fields.index("open")
 
 
 class Trail:
-    """The newest requests that one rank has sent or served, for the report of a hang.
-
-    Workers send requests, and parameter servers serve them. A trail records the other rank, the
-    kind and the time of each request. Collective operations are not in a trail; they are listed in
-    `Context.history`, in the same order on all ranks. `rank` is the rank of this process in the
-    communicator, and `size` is the size of the communicator.
-    """
+    """The newest requests that a worker has sent or a parameter server has served."""
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
@@ -205,9 +195,8 @@ class Trail:
         """Record a request and return it as a list of the fields of `Operation`.
 
         The caller marks the end of the request by ``operation[OPEN] = False``.
-
-        The result is a list because a list takes only half as long to make as an `Operation`.
         """
+        # A list takes half as long to make as an `Operation`.
         operation = [kind, peer, model, clock, time.monotonic(), open]
         self._newest.append(operation)
         return operation

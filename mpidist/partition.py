@@ -3,7 +3,7 @@
     elements 0 1 2 3 4 5 6 7 8 9      BlockPartition(10, 4)
     block    |  0  |  1  | 2 | 3 |    bounds 0 3 6 8 10
 
-The first ``count % parts`` blocks are one element longer, so lengths differ by at most one.
+The first ``count % parts`` blocks are one element longer than the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 class BlockPartition(NamedTuple):
     """A partition of `count` elements into `parts` contiguous blocks of nearly equal length.
 
-    The lengths differ by at most one. If `count` is less than `parts`, the last blocks are empty.
+    If `count` is less than `parts`, the last blocks are empty.
     """
 
     count: int  # type: ignore[assignment]  # hides the method tuple.count
@@ -64,11 +64,7 @@ def bounds_of(counts: Sequence[int]) -> list[int]:
 
 
 def overlaps(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (old block, new block, start, stop) of every non-empty overlap of two partitions.
-
-    `old` and `new` are the ascending block bounds of two partitions of one index range. The run
-    time is proportional to the number of blocks, not to the number of elements.
-    """
+    """Yield (old block, new block, start, stop) of every non-empty overlap of two partitions."""
     i = j = 0
     while i < len(old) - 1 and j < len(new) - 1:
         start, stop = max(old[i], new[j]), min(old[i + 1], new[j + 1])

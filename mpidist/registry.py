@@ -1,8 +1,7 @@
 """Choose objects by name from tables (optimizers, models, ...); raise an error for a wrong name.
 
 A table maps a name in a job file to the function that makes the object of that name. In the job
-file, the keys next to the name are the arguments of that function. To add an optimizer, model or
-data source, add one line to the table of optimizers, models or data sources.
+file, the keys next to the name are the arguments of that function.
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ def look_up(table: Mapping[str, T], name: str, kind: str) -> T:
 def build(table: Mapping[str, Callable], name: str, settings: Mapping, kind: str):
     """Call ``table[name]`` with `settings` as keywords.
 
-    Raises ConfigError for an unknown name, for an unknown setting (with the nearest known setting),
-    for a missing setting, and if the function cannot use a value, such as a text in place of a
-    number. The function itself need not check the types of its arguments.
+    Raises ConfigError for an unknown name, for an unknown or missing setting, and if the function
+    cannot use a value, such as a text in place of a number.
     """
     function = look_up(table, name, kind)
     accepted = inspect.signature(function).parameters

@@ -1,9 +1,8 @@
 """All code that uses PyTorch: dtypes, modules, and bfloat16 and float8 tensors of PyTorch.
 
 mpidist never imports torch: a program that passes a torch tensor has imported torch itself. NumPy
-has float8 and bfloat16 only with the package ml_dtypes, and neither DLPack nor the array protocol
-exchanges them between NumPy and torch. Therefore bfloat16 and float8 tensors are exchanged as
-arrays of integers with the same bits.
+and torch cannot exchange bfloat16 and float8 values directly, so they exchange integers with the
+same bits.
 """
 
 from __future__ import annotations
@@ -53,9 +52,8 @@ def extended_dtype(name: str) -> np.dtype | None:
 def shared_bits(x) -> np.ndarray | None:
     """Return an array that shares the memory of a bfloat16 or float8 torch tensor, or None.
 
-    The result is None for other dtypes. The result is also None for a tensor on a device and for a
-    tensor that requires a gradient, because torch does not share the memory of such tensors with
-    NumPy.
+    The result is None for other dtypes, for a tensor on a device, and for a tensor that requires a
+    gradient.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor) or x.requires_grad or not x.is_cpu:
@@ -77,7 +75,7 @@ def tensor_over(array):
 
 
 def finish_work(tensor) -> None:
-    """Wait until the GPU has computed a tensor; torch may use another stream than CuPy does."""
+    """Wait until the GPU has computed a torch tensor; do nothing for a tensor on the host."""
     if getattr(tensor, "is_cuda", False):
         sys.modules["torch"].cuda.current_stream(tensor.device).synchronize()
 

@@ -1,17 +1,15 @@
 """Open untrusted HDF5 files so that a program reads only numbers that are in the file itself.
 
 In HDF5, a name in a file may be a link to another file, and the data of a dataset may lie in
-another file such as /etc/passwd. A file of 1,400 bytes can declare a dataset of 35 TB, and a data
-type can contain pointers. Arrays of numbers need none of these features (links, data in other
-files, pointers, sizes larger than the stored data), so this module refuses them:
+another file such as /etc/passwd. A small file can declare a dataset of 35 TB, and a data type can
+contain pointers. Arrays of numbers need none of these features, so this module refuses them:
 
     with untrusted_hdf5.open_untrusted(path) as file:
         images = untrusted_hdf5.checked_dataset(file, "train/images")    raises ConfigError
 
-The checks of this module read and allocate no more than HDF5 itself needs to parse the file. The
-parser of HDF5 has known vulnerabilities (`known_holes`). The only protection against these
-vulnerabilities is to compare a digest (such as SHA-256) of the file, before you open it, with a
-digest from a source that you trust.
+The parser of HDF5 itself has known vulnerabilities (`known_holes`). The only protection against
+them is to compare a digest (such as SHA-256) of the file, before you open it, with a digest from a
+source that you trust.
 """
 
 from __future__ import annotations
@@ -68,8 +66,7 @@ def open_untrusted(path, folder: int | None = None, *, follow: bool = False) -> 
     folder : int, optional
         The descriptor of an open folder, to which `path` is relative.
     follow : bool
-        Whether `path` itself may be a symbolic link, as is useful for a path that the user has
-        given.
+        Whether `path` itself may be a symbolic link.
 
     Raises
     ------
@@ -132,10 +129,7 @@ def checked_dataset(file: h5py.File, name: str, *, plugins: bool = False) -> h5p
 
 
 def _walk(file: h5py.File, name: str) -> h5py.Dataset:
-    """Open the dataset `name` of a file without following soft or external links.
-
-    Raises ConfigError if the dataset, or a group in its path, is a soft or external link.
-    """
+    """Open the dataset `name` of a file; raise ConfigError if a link leads to it."""
     place = file
     for key in name.strip("/").split("/"):
         named = isinstance(place, h5py.Group) and key not in ("", ".")
@@ -170,9 +164,9 @@ def _ratio(found: h5py.Dataset, name: str, plugins: bool) -> int:
 
 
 def _decodes(code: int) -> bool:
-    """Whether the filter `code` can decompress data in this process.
+    """Return whether this process can decompress data of the filter `code`.
 
-    If the filter is one of the package hdf5plugin, this package is imported.
+    The package hdf5plugin is imported if it has this filter.
     """
     if code in _PLUGINS and not h5py.h5z.filter_avail(code):
         with suppress(ImportError):
@@ -182,9 +176,9 @@ def _decodes(code: int) -> bool:
 
 
 def _objection(found: h5py.Dataset, size: int, ratio: int) -> str | None:
-    """Return a text that says why a dataset is refused, or None if it is accepted.
+    """Return why a dataset is refused, or None if it has plain numbers inside its file.
 
-    A dataset is accepted if it consists of plain numbers that lie inside its file of `size` bytes.
+    `size` is the size of the file in bytes, and `ratio` the result of `_ratio`.
     """
     if found.is_virtual or found.external:
         return "lies in other files"

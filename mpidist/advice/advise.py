@@ -1,11 +1,8 @@
 """`mpidist bench allreduce --advise`: find settings with which the allreduce of MPI is faster.
 
 MPI chooses its algorithms when it starts, so the ranks are started again for each algorithm of MPI.
-There are two passes; each pass times MPI's default and all other algorithms. An algorithm is kept
-only if it was faster than the default in both passes. A second measurement then times the default
-and the best of the kept algorithms alternately. Its gain is reported. If it does not confirm that
-an algorithm is faster, this algorithm is not advised. The command itself is one process without
-MPI, which starts the ranks as separate programs.
+An algorithm is advised only if it was faster than MPI's default in three measurements. The command
+itself is one process without MPI.
 """
 
 from __future__ import annotations
@@ -39,14 +36,14 @@ RULES, VARIABLES = "allreduce.rules", "mpi.env"
 
 
 class Site:
-    """How and what to measure: the command that starts the ranks, options, vector sizes."""
+    """What is measured: the command that starts the ranks, the options, and the vector sizes."""
 
     def __init__(self, launcher: Sequence[str], options: Sequence[str], sizes: Sequence[int]):
         self.launcher, self.options, self.sizes = [*launcher], [*options], [*sizes]
         self.environment = launch_environment()
 
     def output(self, words: Sequence[str], variables: Mapping[str, str]) -> str:
-        """Run a program on all ranks and return its output; MpidistError if the program fails."""
+        """Run a program on all ranks and return its output; raise MpidistError if it fails."""
         command = [*self.launcher, *words]
         try:
             done = Started(command, env={**self.environment, **variables}).finish(PATIENCE)
@@ -69,10 +66,7 @@ class Site:
         return re.findall("<host (.*?)>", said)
 
     def times(self, setting: Setting) -> dict[int, float]:
-        """Measure MPI's allreduce with `setting`; return a dict: bytes of a vector -> microseconds.
-
-        MPI_Allreduce is timed in place and not in place, and the faster form counts.
-        """
+        """Measure MPI's allreduce with `setting`; return a dict: bytes of a vector -> us."""
         wanted = [n for n in self.sizes if setting.low <= n <= (setting.high or n)]
         if not wanted:
             return {}
@@ -102,12 +96,8 @@ def site(ranks: int | None, launcher: str | None, options: Sequence[str], sizes)
 def advise(there: Site, library: str, out: Path, say: Callable[[str], None]) -> list[dict]:
     """Find the settings with which MPI's allreduce is fastest, and write them to the folder `out`.
 
-    All algorithms of MPI are measured, and the settings in `out` are measured a second time.
-    Returns a row (a dict) for each vector size.
-
-    A row has the keys bytes, algorithm (the advised algorithm), default_us, advised_us, ratio
-    (default_us divided by advised_us, as a median over the second measurements), and tried (a dict:
-    the name of each algorithm, and its microseconds in the second pass).
+    Returns a row (a dict) for each vector size: the advised algorithm, and the times of MPI's
+    default and of each algorithm in microseconds.
     """
     hosts = there.hosts()
     ranks, nodes = len(hosts), len(set(hosts))
@@ -179,10 +169,9 @@ def _row(passes: Passes, nbytes: int, setting: Setting) -> dict:
 
 
 def _keep_what_holds(rows, chosen: dict[int, Setting], write, per_size: bool, out, say) -> None:
-    """Drop settings whose gain the second measurement does not confirm; write the final files.
+    """Measure the chosen settings once more, drop those without a gain, and write the final files.
 
-    If `per_size` is true, a setting can be dropped for one vector size alone. If `per_size` is
-    false, the settings of all sizes are kept or dropped together.
+    If `per_size` is true, a setting can be dropped for one vector size alone.
     """
     if per_size:
         for row in rows:
@@ -209,8 +198,7 @@ def _take_back(row: dict) -> None:
 def _write(out: Path, where: str, job: tuple[int, int] | None, chosen) -> dict[str, str]:
     """Write the files with the advised settings; return the environment variables that select them.
 
-    For Open MPI, `job` is (ranks, nodes), and a rules file is written. For MPICH, `job` is None,
-    and only a file with the environment variables is written.
+    For Open MPI, `job` is (ranks, nodes), and a rules file is written; for MPICH, `job` is None.
     """
     source = f"measured by mpidist bench allreduce --advise: {where}"
     try:
@@ -227,10 +215,7 @@ def _write(out: Path, where: str, job: tuple[int, int] | None, chosen) -> dict[s
 
 
 def advice_lines(rows: Sequence[dict], out: Path, library: str):
-    """Yield the lines that the command prints: a table, the mean gain, and how to use the settings.
-
-    `rows` is the result of `advise`.
-    """
+    """Yield the lines that the command prints: a table, the mean gain, and what to do."""
     names = ("Size", "default(us)", "advised(us)", "ratio")
     yield "# " + "".join(f"{name:>14}" for name in names)[2:] + "  advised"
     for row in rows:

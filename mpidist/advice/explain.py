@@ -20,11 +20,7 @@ from ..errors import ConfigError
 
 
 def saved_table(path: str | os.PathLike) -> dict[str, dict]:
-    """Return which allreduce algorithms ``auto`` had chosen, from the newest good checkpoint.
-
-    `path` is the folder of the checkpoints. The result is a dict: size class of vectors -> a dict
-    that describes the choice.
-    """
+    """Return which allreduce algorithms ``auto`` had chosen, from the newest good checkpoint."""
     path = checked_path("path", path)
     _, manifest = load.newest_good(path, None, None, partial(steps.read_manifest, path))
     return tree(iter(manifest.extras)).get("run", {}).get("selection", {})
@@ -42,11 +38,11 @@ def explain(
     -------
     list of dict
         A row per size class (a range of sizes for which ``auto`` makes one common choice), with the
-        keys bytes, algorithm, from, won, margin and us. The key from is the origin of the choice,
-        which is "measured", "cache" or "checkpoint". The key won is the fraction of the measured
-        rounds in which the chosen algorithm was fastest. The key margin is the time of the second
-        best algorithm divided by the time of the chosen one. The key us is a dict, name of each
-        algorithm -> its microseconds.
+        keys bytes, algorithm, from, won, margin and us. The key from is the origin of the choice:
+        "measured", "cache" or "checkpoint". The key won is the fraction of the measurements in
+        which the chosen algorithm was fastest. The key margin is the time of the second best
+        algorithm divided by the time of the chosen one. The key us maps the name of each algorithm
+        to its microseconds.
     float
         The seconds that all choices took together.
     """
@@ -75,10 +71,7 @@ def _row(key: str, entry: dict) -> dict:
 
 
 def explanation_lines(rows: Sequence[dict]) -> Iterable[str]:
-    """Yield the lines of a table of `rows`, the first result of `explain`.
-
-    The docstring of `explain` describes the columns.
-    """
+    """Yield the lines of a table of `rows`, the list that `explain` returns."""
     names = list(dict.fromkeys(name for row in rows for name in row["us"]))
     head = ("margin", "rounds won", "from", *(f"{name}(us)" for name in names))
     yield f"# {'Size':<10}" + "".join(f"{name:>14}" for name in ("chosen", *head))

@@ -1,8 +1,7 @@
 """Measure, with two ranks, the parameters of a machine that the simulator needs.
 
 The messages are sent by the code that runs mpidist's collectives, so the measured times include the
-time that Python needs. Each figure is a median over repetitions, which removes the effect of other
-work on the machine. Ranks on two nodes measure the network. Ranks on one node measure its shared
+time that Python needs. Ranks on two nodes measure the network; ranks on one node measure its shared
 memory.
 """
 
@@ -36,9 +35,8 @@ _CHAIN = 50
 def fit(comm, *, repeats: int = 5) -> dict[str, float]:
     """Measure the network between two ranks, or their common node; return the parameters by name.
 
-    Collective over `comm`, which must have two ranks. If the ranks are on different nodes, the
-    result has the parameters of the network. If both ranks are on one node, the result has
-    `node_latency` and `node_gap`: the seconds per message and per byte between ranks of a node.
+    Collective over `comm`, which must have two ranks. Two nodes give the parameters of the network;
+    one node gives `node_latency` and `node_gap`.
     """
     if comm.size != 2:
         raise ConfigError(f"fit runs on 2 ranks, given {comm.size}; use mpirun -n 2")
@@ -76,11 +74,7 @@ def fit(comm, *, repeats: int = 5) -> dict[str, float]:
 
 
 def line(sizes, seconds) -> tuple[float, float]:
-    """Return (slope, constant) of ``seconds = slope size + constant`` by least squares.
-
-    The slope is at least 0. The sum of the squares of the relative errors is minimised. With
-    absolute errors, one long message would have more weight than all short messages.
-    """
+    """Return (slope, constant) of the line ``seconds = slope size + constant`` by least squares."""
     weight = 1 / np.asarray(seconds)
     columns = np.column_stack([sizes, np.ones(len(sizes))])
     slope, constant = np.linalg.lstsq(columns * weight[:, None], np.ones(len(sizes)), rcond=None)[0]
@@ -90,13 +84,8 @@ def line(sizes, seconds) -> tuple[float, float]:
 def link(sizes: Sequence[int], seconds: Sequence[float], base: float) -> tuple[float, float, float]:
     """Return (gap, burst, peak) of a network link, from the `seconds` of messages of `sizes` bytes.
 
-    A token bucket lets the first `burst` bytes of a message pass faster than the others. A link
-    with a token bucket carries a message of b bytes in ``base + max(b peak, (b - burst) gap)``
-    seconds. In this formula, `peak` is the seconds per byte within the burst, and `gap` the seconds
-    per byte beyond the burst. The function tries 0 and many other values of `burst`, each with
-    `gap` and `peak` as medians over the messages, and returns the (gap, burst, peak) with the
-    smallest sum of errors. A few messages that other work of the machine delays hardly change the
-    result.
+    `network_model` explains these parameters: a message of b bytes takes ``base + max(b peak, (b -
+    burst) gap)`` seconds.
     """
     x, y = np.asarray(sizes, float), np.asarray(seconds, float)
     beyond = np.maximum(y - base, 1e-9)
@@ -114,12 +103,7 @@ def link(sizes: Sequence[int], seconds: Sequence[float], base: float) -> tuple[f
 
 
 def fit_crossing(sizes: Sequence[int], seconds: Sequence[float], network: NetworkModel) -> float:
-    """Return the `crossing` with which simulated exchanges take the measured `seconds`.
-
-    In each exchange, two ranks send each other a message of one of the `sizes`. The parameter
-    `crossing` is the fraction of the transfer time of a long message during which a message in the
-    other direction must wait.
-    """
+    """Fit `NetworkModel.crossing`: simulated exchanges then take the measured `seconds`."""
 
     def error(share: float) -> float:
         net = network._replace(crossing=share)

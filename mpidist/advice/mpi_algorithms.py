@@ -2,12 +2,8 @@
 
 In Open MPI, environment variables force one algorithm for all vector sizes. A rules file, which
 Open MPI's component ``coll_tuned`` reads, gives an algorithm for each range of sizes. Open MPI
-ignores, without a message, a rules file that it cannot read or that has no rule for 0 bytes (seen
-with Open MPI 5.0.11, which reads the file formats of all versions). Therefore the advised settings
-are measured a second time, with their rules file. MPICH has only environment variables, which force
-one algorithm for all sizes.
-
-The functions of this module do not read or write files, and do not run programs.
+silently ignores a rules file that it cannot read or that has no rule for 0 bytes (seen with Open
+MPI 5.0.11).
 """
 
 from __future__ import annotations
@@ -54,8 +50,7 @@ class Setting(NamedTuple):
     """Environment variables with which MPI's allreduce uses one algorithm.
 
     The setting is tried for vectors of `low` to `high` bytes; there is no upper limit if `high` is
-    None. `rule` has the two numbers that a rules file contains: the number of the algorithm, and
-    the bytes of a segment, the part of a vector that the algorithm sends at once.
+    None. `rule` is (number of the algorithm, bytes that it sends at once), as in a rules file.
     """
 
     name: str
@@ -69,11 +64,7 @@ DEFAULT = Setting("default", {})
 
 
 def base(nodes: int) -> Setting:
-    """Return the setting for vector sizes for which a rules file leaves the choice to Open MPI.
-
-    On one node, the result is Open MPI's default. On several nodes, Open MPI uses rules only if its
-    component coll_han is switched off, and then its component coll_tuned makes the choice.
-    """
+    """Return the setting for vector sizes for which a rules file leaves the choice to Open MPI."""
     return DEFAULT if nodes == 1 else Setting("coll_tuned's own choice", dynamic(nodes))
 
 
@@ -127,10 +118,7 @@ Passes = Mapping[str, Sequence[Mapping[int, float]]]
 
 
 def ratios(passes: Passes, name: str, nbytes: int, over: Setting = DEFAULT) -> list[float]:
-    """Return by which factor the setting `name` was faster than `over`, in each measuring pass.
-
-    A value is the time of `over` divided by the time of `name`, for a vector of `nbytes` bytes.
-    """
+    """Return, for each measuring pass, the time of `over` divided by the time of `name`."""
     pairs = zip(passes[over.name], passes.get(name, ()), strict=False)
     return [before[nbytes] / own[nbytes] for before, own in pairs if nbytes in own]
 
@@ -139,8 +127,6 @@ def best_for(
     passes: Passes, settings: Sequence[Setting], nbytes: int, over: Setting = DEFAULT
 ) -> Setting:
     """Return the setting with which MPI's allreduce of `nbytes` bytes was fastest.
-
-    `passes` has the measured times.
 
     The result is `over` (by default MPI's own choice), unless another setting was faster than
     `over` by the factor `GAIN` (1.05) or more in every measuring pass.
@@ -156,9 +142,7 @@ def best_for(
 def best_for_all(passes: Passes, settings: Sequence[Setting], sizes: Sequence[int]) -> Setting:
     """Return the one setting with which MPI's allreduce gains most, as a mean over all `sizes`.
 
-    A setting is excluded if the median of its `ratios` (MPI's default time divided by the setting's
-    time) at any size is below `LOSS` (0.95). If no setting has a mean gain of `GAIN` (a factor of
-    1.05) or more in every pass, the result is the default.
+    If no setting gains the factor `GAIN` (1.05) or more in every pass, the result is the default.
     """
     best, gain = DEFAULT, GAIN
     for setting in settings:
@@ -179,11 +163,8 @@ def geometric_mean(values: Sequence[float]) -> float:
 def rules_file(chosen: Mapping[int, Setting], ranks: int, nodes: int, source: str) -> str:
     """Return the text of a rules file for coll_tuned; `chosen` maps bytes of a vector to settings.
 
-    A rule is valid from its number of bytes up to the number of bytes of the next rule. Between two
-    measured sizes, the rule changes at the geometric mean of the sizes. In a rules file, algorithm
-    0 leaves the choice to MPI. The file uses algorithm 0 below the smallest measured size, and for
-    communicators of more than `ranks` ranks. Larger communicators need a rule of their own, because
-    the rules for `ranks` ranks would otherwise be valid for larger communicators too.
+    Below the smallest measured size, and for communicators of more than `ranks` ranks, MPI keeps
+    its own choice.
     """
     own = base(nodes)
     lines: list[tuple[int, Setting]] = [(0, own)]

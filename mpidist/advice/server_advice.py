@@ -7,11 +7,9 @@ messages:
     k servers        2 latencies, and max(M, n M / k) bytes over the busiest link in each direction
     p colocated      2 (p - 1) / p M bytes, as each rank sends parts both as worker and as server
 
-M is the number of bytes of the parameters, n the number of workers, and p the number of ranks. For
-each message, both the sender and the receiver also need the time `overhead`. If it was not
-measured, half the latency is used. If steps take uneven times, all workers wait for the slowest one
-in each step with allreduce. With parameter servers under SSP, the advice assumes that no worker
-waits, because all are equally fast on average.
+M is the number of bytes of the parameters, n the number of workers, and p the number of ranks. If
+steps take uneven times, all workers wait for the slowest one in each step with allreduce. With
+parameter servers, the advice assumes that no worker waits.
 """
 
 from __future__ import annotations
@@ -63,11 +61,7 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to train (allreduce, or a number of servers), with the predicted time and memory.
-
-    `compute` and `messages` are the two parts of the time of a step. `memory` is the number of
-    bytes on the rank that needs most.
-    """
+    """One way to train (allreduce, or a number of servers), with the predicted time and memory."""
 
     name: str
     workers: int
@@ -91,7 +85,7 @@ class Choice:
 def choices(facts: StepFacts) -> list[Choice]:
     """Return all ways to train on p ranks, with their predicted times and memory.
 
-    These are one rank alone, allreduce, 1 to p - 1 servers, and p colocated servers (each rank is
+    They are one rank alone, allreduce, 1 to p - 1 servers, and p colocated servers (each rank is
     both a worker and a server).
     """
     model, state, p, net = facts.parameters, facts.state, facts.ranks, facts.network
@@ -124,11 +118,7 @@ def choices(facts: StepFacts) -> list[Choice]:
 
 
 def advised_choice(facts: StepFacts, found: Sequence[Choice]) -> tuple[Choice | None, str]:
-    """Return (advised way to train, a sentence with the reason).
-
-    `found` is the result of `choices`. The first value is None if neither allreduce nor servers are
-    advised.
-    """
+    """Return (advised way to train, a sentence with the reason)."""
     room = facts.memory
     fits = [each for each in found if room is None or each.memory <= room]
     if not fits:
@@ -167,11 +157,7 @@ def advised_choice(facts: StepFacts, found: Sequence[Choice]) -> tuple[Choice | 
 def server_advice_lines(
     facts: StepFacts, found: Sequence[Choice], bound: float, shown: int = 8
 ) -> Iterator[str]:
-    """Yield the lines that the command prints: a table of the ways to train, and the advice.
-
-    `found` is the result of `choices`; of the numbers of servers, only the best `shown` are in the
-    table.
-    """
+    """Yield the lines that the command prints: a table of the ways to train, and the advice."""
     advised, why = advised_choice(facts, found)
     served = sorted((each for each in found if each.servers), key=lambda each: each.seconds)
     kept = [each for each in found if not each.servers or each in served[:shown]]

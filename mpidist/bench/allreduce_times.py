@@ -1,15 +1,9 @@
 """`mpidist bench allreduce`: compare algorithms with the MPI library's own allreduce, in one run.
 
-`interleave.py` describes how calls are timed. MPI's own allreduce is timed both in place and not in
-place, and the faster of the two counts. On one node, no allreduce of N bytes per rank should be
-faster than the *memory limit*: the time in which all ranks copy N bytes at once, measured in the
-same rounds. A copy of N bytes moves 2N bytes between a rank and the main memory: it reads N bytes
-and writes N bytes. (To copy long vectors, C libraries use store instructions that do not first read
-the old content of the memory.) An allreduce of vectors in an arena (memory that all ranks of the
-node share) also moves 2N bytes. An allreduce of vectors in each rank's own memory moves 2N to 3N
-bytes, because its stores may first read the N old bytes of the result. Such an allreduce also
-copies through shared memory, but this shared memory stays in the cache and does not count. The key
-``limit`` of a row is the time of the memory copy divided by the time of the allreduce.
+MPI's own allreduce is timed both in place and not in place, and the faster of the two counts. On
+one node, no allreduce of N bytes per rank should be faster than the *memory limit*: the time in
+which all ranks copy N bytes at once. The key ``limit`` of a row is the memory limit divided by the
+time of the allreduce.
 """
 
 from __future__ import annotations
@@ -61,9 +55,7 @@ def size_range(low: int, high: int, step: int = 2) -> list[int]:
 def calls_per_round(comm, nbytes: int, call: Callable[[], object]) -> int:
     """Return how many calls of `call` are timed together. Collective over `comm`.
 
-    `call` makes one allreduce of `nbytes` bytes. The result is larger for shorter vectors. All
-    calls that are timed together take about `TURN` (0.01) seconds or less, unless one call alone
-    takes longer.
+    They take about `TURN` (0.01) seconds or less together, unless one call alone takes longer.
     """
     most = 200 if nbytes <= 4096 else 20 if nbytes <= 128 << 10 else 3 if nbytes <= 2 << 20 else 1
     if most == 1:
@@ -80,20 +72,14 @@ def calls_per_round(comm, nbytes: int, call: Callable[[], object]) -> int:
 def pool_size(nbytes: int, cold: bool) -> int:
     """Return how many vectors of `nbytes` bytes the timed allreduces use, one after the other.
 
-    The number is 1 if `cold` is false. If `cold` is true, the vectors together are at least twice
-    as large as the last-level cache, so that no allreduce finds its vector in the cache.
+    If `cold` is true, the vectors together are larger than the last-level cache; otherwise there is
+    one vector.
     """
     return max(2, ceil(2 * last_level_cache() / nbytes)) if cold else 1
 
 
 def check_forms(forms: Sequence[str], low: int, cold: bool) -> None:
-    """Raise ConfigError for an unknown form of call, or if `cold` needs too many vectors.
-
-    The known forms are "call", "plan", "arena" and "nonblocking".
-
-    If `cold` is true, each call needs a vector that is not in the cache. For vectors of `low` bytes
-    (the smallest size), at most `MAX_POOL` (512) vectors may be needed.
-    """
+    """Raise ConfigError for an unknown form of call, or if `cold` needs too many vectors."""
     for form in forms:
         if form not in FORMS:
             raise ConfigError(f"--forms {form}: expected some of {', '.join(FORMS)}")
@@ -135,8 +121,7 @@ def measure(
         Whether each call uses a vector that is not in the cache.
     consistency : bool
         Whether to time also two pairs of MPI calls with the same result: reduce and then broadcast,
-        and reduce-scatter and then allgather. No allreduce should be slower than either of these
-        pairs.
+        and reduce-scatter and then allgather.
     torch : callable, optional
         ``torch(vector)`` returns a function that sums the vector over all ranks; see
         `torch_yardstick`.
@@ -156,10 +141,9 @@ def measure(
         sends per call including packet headers, and wire_payload, the bytes without packet headers.
         With `torch`, the row of PyTorch has over_arena, the time of PyTorch's call divided by the
         time of mpidist's algorithm "auto" on an arena. Rows of "auto" have best, the name of the
-        fastest of `algorithms`, and against_best, the time of this fastest algorithm divided by the
-        time of "auto". With `consistency`, rows of "auto" also have consistent, the time of the
-        fastest of `algorithms`, MPI's own allreduce and the two pairs, divided by the time of
-        "auto".
+        fastest of `algorithms`, and against_best, the time of this algorithm divided by the time of
+        "auto". With `consistency`, rows of "auto" also have consistent: the time of the fastest
+        other candidate, which may be one of the two pairs, divided by the time of "auto".
     """
     pool = _Pool(comm, nbytes, np.dtype(dtype), pool_size(nbytes, cold))
     candidates = _native(comm, pool, forms, consistency)
@@ -188,7 +172,7 @@ def label(name: str, form: str) -> str:
 
 
 class _Pool:
-    """The vectors that the calls use in turn: inputs, results, and arenas (shared memory)."""
+    """The vectors that the calls use in turn: inputs, results, and vectors in shared memory."""
 
     def __init__(self, comm, nbytes: int, dtype: np.dtype, count: int):
         self.comm, self.dtype, self.count = comm, dtype, count
@@ -199,7 +183,7 @@ class _Pool:
 
     @cached_property
     def arenas(self) -> list[Arena]:
-        """The vectors in shared memory (arenas). Collective over `comm` on first use."""
+        """The vectors in memory that the ranks of a node share."""
         spec = {"x": ((self.n,), self.dtype)}
         return [Arena(self.comm, spec) for _ in range(self.count)]
 
@@ -300,11 +284,9 @@ def _digits(value: float) -> float:
 
 
 def _compare(row: dict, mine: Measured, times: dict[str, Measured], chosen: list[str]) -> None:
-    """Add to the row of "auto" how fast it is, compared with the fastest other algorithm.
+    """Add the keys best, against_best and consistent of `measure` to the row of "auto".
 
-    The key against_best compares with the fastest of `chosen`. If pairs of MPI calls were timed
-    (see `consistency` in `measure`), the key consistent compares with the fastest of `chosen`, of
-    MPI's own allreduce and of these pairs.
+    The candidates for best and against_best are the algorithms `chosen`.
     """
     if chosen:
         row["best"], value = against_best(mine, {name: times[name] for name in chosen})

@@ -12,7 +12,7 @@ from pathlib import Path
 
 @contextmanager
 def bench_folder(comm, parent: str) -> Iterator[Path]:
-    """Context manager: make a temporary folder in `parent`; remove it after the ``with`` block.
+    """Make a temporary folder in `parent` for a ``with`` block, and remove it at the end.
 
     Collective over `comm`.
     """
@@ -28,10 +28,7 @@ def bench_folder(comm, parent: str) -> Iterator[Path]:
 
 
 def forget_pages(comm, folder: Path) -> None:
-    """Remove all files in `folder` from the page cache of the system. Collective over `comm`.
-
-    The next read of a file in `folder` then comes from the disk.
-    """
+    """Remove all files in `folder` from the page cache of the system. Collective over `comm`."""
     comm.Barrier()
     if comm.rank == 0 and hasattr(os, "posix_fadvise"):
         for path in folder.rglob("*"):

@@ -1,15 +1,10 @@
 """`mpidist bench checkpoint`: time saves and restores, and compare them with plain files.
 
-Each save stores a simulated training state of `nbytes` bytes. One half of the state, the
-parameters, is replicated: it is equal on all ranks and stored once. The other half, the momentum,
-is sharded: each rank has a block of it. As the reference for saving, every rank writes an equal
-share of the bytes to a plain file and syncs the file. As the reference for restoring, every rank
-reads from plain files as many bytes as it gets in a restore: the replicated half of the state, and
-its own block of the other half. In each round every candidate (an operation of mpidist or a
-reference) is timed once, in an order that changes from round to round. Its time is the time from a
-barrier until the slowest rank has finished. The ratio in a result row is the time of a reference
-divided by the time of an operation of mpidist, as the median over all rounds. Before each timing,
-all files are removed from the page cache of the system.
+Each save stores a simulated training state. One half of the state, the parameters, is equal on all
+ranks and stored once; of the other half, the momentum, each rank has a block. As the reference,
+every rank writes or reads as many bytes in plain files. In each round every operation and every
+reference is timed once, from a barrier until the slowest rank has finished. Before each timing, all
+files are removed from the page cache of the system.
 """
 
 from __future__ import annotations
@@ -41,7 +36,7 @@ _CALL = 8 << 20
 
 
 class State:
-    """A state of `nbytes` bytes: a replicated array, and this rank's block of a sharded array."""
+    """A state of `nbytes` bytes: two arrays of equal size, which are saved and restored."""
 
     def __init__(self, comm, nbytes: int):
         half = max(1, nbytes // 2 // 4)
@@ -79,17 +74,14 @@ def measure(comm, nbytes: int, rounds: int, folder: str, torch: bool = False) ->
     Each row compares an operation of mpidist with a reference: ``row["what"]`` is the name of the
     operation, ``row["beside"]`` is the name of the reference. The other keys of a row are bytes,
     ranks, median_s (seconds of the operation), plain_s (seconds of the reference), ratio (plain_s
-    divided by median_s, as the median over the rounds), and mb_per_s.
-
-    Every operation and every reference is timed in each of `rounds` rounds.
+    divided by median_s, as the median over the `rounds`), and mb_per_s.
 
     The operations "save" and "restore" are timed until the method of that name returns. The
     operation "unchecked" is a restore that does not compare the checksums of arrays. The operation
     "stall" is a call of `save_async`, timed until it returns. The time of "async" is the additional
     time that simulated training steps take while a save runs in the background. The references are
-    "write" and "read" of plain files, and "copy", which copies this rank's share of the state in
-    memory. With `torch`, the references "torch save" and "torch restore" use
-    torch.distributed.checkpoint.
+    "write" and "read" of plain files, and "copy", which copies this rank's part of the state in
+    memory.
     """
     state = State(comm, nbytes)
     with bench_folder(comm, folder) as made:
@@ -118,7 +110,7 @@ def measure(comm, nbytes: int, rounds: int, folder: str, torch: bool = False) ->
 
 
 def _measure(comm, state: State, rounds: int, folder: Path, torch) -> dict[str, np.ndarray]:
-    """Return, for each candidate, the seconds on the slowest rank in each round."""
+    """Return, for each operation and reference, the seconds on the slowest rank in each round."""
     share = np.ones(BlockPartition(state.nbytes, comm.size).size(comm.rank), np.uint8)
     target = np.ones_like(share)
     plain = folder / f"plain-{comm.rank}"

@@ -1,10 +1,8 @@
 """Fair timing of several candidates: in each of many rounds, every candidate is timed once.
 
-The order of the candidates changes from round to round. A turn is the timing of one candidate in
-one round. A turn makes one or more calls, and its result is the seconds per call of the slowest
-rank, from a barrier to the end of the calls. Before each turn new inputs are written, and after
-each turn one result is checked. The writing and the checking are not timed. `ratios.py` computes
-medians and ratios from the times of all rounds.
+The order of the candidates changes from round to round. The time of a candidate in a round is the
+seconds per call of the slowest rank, from a barrier to the end of the calls. New inputs are written
+before, and one result is checked afterwards; neither is timed.
 
 Hunold, Carpen-Amarie, "MPI Benchmarking Revisited: Experimental Design and Reproducibility",
 arXiv:1505.07734, 2015.
@@ -33,11 +31,9 @@ _USUAL_CACHE = 32 << 20
 class Candidate:
     """A candidate to be timed, whose ``calls[k]()`` computes ``results[k]`` from ``inputs[k]``.
 
-    The calls of a candidate are made one after the other, each on its own input vector. If all
-    vectors together are larger than the cache, no call finds its vector in the cache. If `summed`
-    is true, one result per turn is checked: this result must be the sum of the inputs of all ranks.
-    `around` makes a context manager that is entered before each turn and left after the turn, both
-    outside the measured time.
+    If `summed` is true, a result is checked in each round: it must be the sum of the inputs of all
+    ranks. `around` makes a context manager that is entered before the timed calls and left after
+    them.
     """
 
     calls: Sequence[Callable[[], object]]
@@ -48,12 +44,7 @@ class Candidate:
     turn: int = 0
 
     def next_inputs(self) -> list[np.ndarray]:
-        """Return all inputs in the order in which the next calls use them.
-
-        The caller should write the inputs in this order. If not all inputs fit into the cache,
-        those that the calls use last remain there, and the first calls find their inputs in the
-        main memory.
-        """
+        """Return all inputs in the order in which the next calls use them."""
         start = self.turn % len(self.calls)
         return [*self.inputs[start:], *self.inputs[:start]]
 
@@ -74,15 +65,14 @@ def interleave(
 ) -> dict[str, Measured]:
     """Time `repeat` calls of every candidate in each of `rounds` rounds. Collective over `comm`.
 
-    Returns a dict with the same names as `candidates`. Each value is a `Measured`: for each round,
-    the seconds per call and the counts per call (see `meter`).
+    Returns for each name a `Measured`: the seconds per call in each round, and the counts per call
+    (see `meter`).
 
     Parameters
     ----------
     meter : callable, optional
-        Returns counters of this rank, such as sent bytes, as a float64 array. The attribute
-        `counts` of each `Measured` has, for each round, the increase of each counter per call, as
-        the maximum over all ranks. Without `meter` it has no counters.
+        Returns counters of this rank, such as sent bytes, as a float64 array. The result has the
+        increase of each counter per call, as the maximum over all ranks.
 
     Raises
     ------

@@ -2,15 +2,10 @@
 
 The benchmark first writes files with records like those of YouTube-8M: 1,152 float32 values and a
 few labels each. Every rank then reads its block of the records, batch by batch, with a `Loader`, as
-a training run does. A loader checks and decodes the samples, and returns them in new arrays. As the
-reference, every rank reads its share of the stored bytes with os.preadv into one buffer of 8 MiB,
-and does not decode them. In each round every candidate (a loader or the plain read) is timed once,
-in an order that changes from round to round. Its time is the time from a barrier until the slowest
-rank has read its block. The ratio in a result row is the time of the plain read divided by the time
-of the loader, as the median over all rounds. "cold" means that the files were removed from the page
-cache of the system before each read, "warm" that they are in the page cache. CPU time is the sum
-over all threads of all ranks. The CPU time is given because other work on the machine changes it
-less than it changes the elapsed time.
+a training run does. As the reference, every rank reads as many stored bytes with os.preadv, and
+does not decode them. Both are timed in each round, from a barrier until the slowest rank has read
+its block. "cold" means that the files were removed from the page cache of the system before each
+read, "warm" that they are in the page cache. CPU time is the sum over all threads of all ranks.
 """
 
 from __future__ import annotations
@@ -39,14 +34,11 @@ _RECORD = 4 * sum(_WIDTHS.values())
 def measure(comm, nbytes: int, rounds: int, folder: str, batch: int) -> list[dict]:
     """Return result rows for files of about `nbytes` bytes in `folder`. Collective over `comm`.
 
-    Every candidate (a loader or the plain read) is timed in each of `rounds` rounds. `batch` is the
-    number of records that a rank reads together.
-
     A row has the keys source, order ("in order" or "shuffled"), pages ("cold" or "warm"), ranks,
     bytes, samples_per_s (of the loader) and plain_samples_per_s (of the plain read). The key ratio
-    is the time of the plain read divided by the time of the loader; low and high are the ends of
-    its 95 % interval. The keys cpu_us and plain_cpu_us are the CPU times per sample of the loader
-    and of the plain read.
+    is the time of the plain read divided by the time of the loader, as the median over the
+    `rounds`; low and high are the ends of its 95 % interval. The keys cpu_us and plain_cpu_us are
+    the CPU times per sample of the loader and of the plain read.
     """
     count = max(batch * comm.size, nbytes // _RECORD)
     rows = []

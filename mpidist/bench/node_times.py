@@ -1,12 +1,9 @@
 """`mpidist bench node`: time the work of one rank on a node with many ranks, without waits.
 
-One process acts as one rank of an allreduce, and the other ranks do not exist. Before the
-measurement, the process writes to its memory what the other ranks would write to shared memory:
-their values, the key that identifies the operation, and counters so large that this rank never
-waits. The measured time is the time of this rank's Python code, copies and additions. This time is
-a lower bound for a real allreduce on a node with a core for each rank. It shows how the work of a
-rank grows with the number of ranks on the node. On a real node the ranks also compete for the
-caches, which is not measured here.
+One process acts as one rank of an allreduce; what the other ranks would write to shared memory is
+written before the measurement. The measured time of Python code, copies and additions is a lower
+bound for a real allreduce on a node with a core for each rank. On a real node the ranks also
+compete for the caches, which is not measured here.
 """
 
 from __future__ import annotations
@@ -31,11 +28,7 @@ _AHEAD = 1 << 60
 
 
 class FakedNode:
-    """A simulated node of `size` ranks; only the rank `rank` exists, and it never waits.
-
-    This process is the rank `rank`. Before the timed calls, the object writes to memory what the
-    other ranks would write there.
-    """
+    """A simulated node of `size` ranks, of which only the rank `rank` exists: this process."""
 
     def __init__(self, size: int, rank: int):
         self.size, self.rank = size, rank

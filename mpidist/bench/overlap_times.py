@@ -1,9 +1,7 @@
 """`mpidist bench overlap`: measure how much of the gradient exchange runs during backward.
 
 The backward pass is simulated: the rank sleeps once for each layer, and all sleeps together take as
-long as the exchange of gradients. The ranks sleep instead of computing, because ranks that share a
-core would wait for each other, and the times would be wrong. In each round, the exchange alone is
-timed, and then a step with both the backward pass and the exchange.
+long as the exchange of gradients.
 """
 
 from __future__ import annotations
@@ -20,15 +18,11 @@ from ..gradients.exchange import Gradients
 def measure(comm, *, nbytes: int, layers: int = 32, rounds: int = 9, **settings) -> dict:
     """Measure which fraction of the gradient exchange runs during a backward pass; return a row.
 
-    Collective over `comm`. The gradients have `nbytes` bytes in `layers` layers of equal size. A
-    step (a backward pass with its exchange) is timed in each of `rounds` rounds. `settings` are
-    passed to `Gradients`.
+    Collective over `comm`.
 
-    The key ``hidden`` of the row is the fraction of the exchange that runs during the backward
-    pass: 1 - (step - backward) / exchange, in which the three words stand for the times of a step,
-    of its backward pass, and of the exchange alone. This fraction is computed for each round, and
-    ``hidden`` is the median of the fractions. ``hidden`` is None if no message is sent before the
-    backward pass ends.
+    The key ``hidden`` of the row is the median, over the rounds, of 1 - (step - backward) /
+    exchange. The three words stand for the times of a step, of its backward pass, and of the
+    exchange alone. ``hidden`` is None if no message is sent before the backward pass ends.
     """
     each = max(1, nbytes // layers // 4)
     shapes = {f"layer{k}": np.empty(each, np.float32) for k in range(layers)}

@@ -1,8 +1,7 @@
 """Compute the ratio of two times in each round of a benchmark, and the median of the ratios.
 
-A ratio is computed for each round, and the result is the median of these ratios with its 95 %
-interval. If the machine is busy with other work during a round, both times of the round grow, and
-their ratio hardly changes. The ratio of the two median times would change more.
+If the machine is busy with other work during a round, both times of the round grow, and their ratio
+hardly changes.
 """
 
 from __future__ import annotations
@@ -30,31 +29,24 @@ class Measured:
 
 
 def ratio(over: Measured, under: Measured) -> tuple[float, float, float]:
-    """Return the median, over the rounds, of the time of `over` divided by the time of `under`.
+    """Return (median, low, high) of the time of `over` divided by the time of `under`.
 
-    The second and the third returned value are the ends of the 95 % interval of this median.
+    The median is taken over the rounds; low and high are the ends of its 95 % interval.
     """
     values = over.seconds / under.seconds
     return (float(np.median(values)), *interval(values))
 
 
 def interval(values: np.ndarray, resamples: int = 1000) -> tuple[float, float]:
-    """Return the ends (low, high) of the 95 % interval of the median of `values`, by bootstrap.
-
-    `resamples` is the number of random samples of `values` whose medians give the interval.
-    """
+    """Return the ends (low, high) of the 95 % interval of the median of `values`, by bootstrap."""
     drawn = np.random.default_rng(0).choice(values, (resamples, len(values)))
     low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
     return float(low), float(high)
 
 
 def against_best(mine: Measured, others: Mapping[str, Measured]) -> tuple[str, float]:
-    """Return (the name of the fastest of `others`, its time divided by the time of `mine`).
-
-    The fastest candidate is chosen by its times in the even rounds. The second value is the median
-    of the ratio in the odd rounds. If the choice and the ratio used the same rounds, the smallest
-    of many noisy medians would be too small by chance.
-    """
+    """Return (the name of the fastest of `others`, its time divided by the time of `mine`)."""
+    # The ratio comes from other rounds than the choice: with the same ones it would be too small.
     best = min(others, key=lambda name: float(np.median(others[name].seconds[::2])))
     rest = slice(1, None, 2) if len(mine.seconds) > 1 else slice(None)
     return best, float(np.median(others[best].seconds[rest] / mine.seconds[rest]))

@@ -1,9 +1,7 @@
 """`mpidist simulate measure`: time successive allreduces, to compare with simulated times.
 
-A block of successive allreduce calls is timed as a whole. Some networks limit the bandwidth by a
-token bucket, which lets the first bytes pass faster. A block has so many calls that the first calls
-empty the token bucket, and nearly all calls run at the limited bandwidth. The time of a block is
-the time of the slowest rank, and the result is the median over several blocks.
+Successive calls are timed together as a block. Some networks let the first bytes pass faster than
+the others (a token bucket); in a block, nearly all calls run at the lower bandwidth.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ def calls(nbytes: int) -> int:
 def measure(comm, nbytes: int, name: str, *, blocks: int = 3) -> float:
     """Return the seconds of an in-place allreduce of `nbytes` float32 bytes by algorithm `name`.
 
-    Collective over `comm`. The result is the median over `blocks` blocks of successive calls; the
-    time of a block is divided by the number of its calls.
+    Collective over `comm`. The result is the median over `blocks` blocks of successive calls,
+    divided by the number of calls of a block.
     """
     call = plan(comm, np.zeros(nbytes // 4, np.float32), algorithm=name)
     times = []

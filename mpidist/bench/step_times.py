@@ -1,15 +1,9 @@
 """`mpidist bench step`: time a training step, and compare it with PyTorch's DDP over gloo.
 
-DDP is PyTorch's DistributedDataParallel. Besides mpidist and DDP, two more candidates (ways to run
-a step) are timed, both in PyTorch. PyTorch with `md.attach` differs from DDP only in the exchange
-of gradients. PyTorch without any exchange shows the shortest time that a step in PyTorch could
-have.
-
-All candidates have the same layers, initial weights and batches. All candidates use SGD with
-momentum, and one BLAS thread per rank. The candidates run blocks of steps one after the other, in
-several rounds, and the time of the slowest rank counts. The benchmark fails if the losses of the
-candidates that exchange gradients differ, because then these candidates do not compute the same
-thing.
+DDP is PyTorch's DistributedDataParallel. Two more ways to run a step are timed, both in PyTorch:
+with `md.attach` in place of DDP, and without any exchange of gradients. All have the same layers,
+initial weights and batches, SGD with momentum, and one BLAS thread per rank. The time of the
+slowest rank counts. The benchmark fails if the losses of the steps that exchange gradients differ.
 """
 
 from __future__ import annotations
@@ -40,9 +34,8 @@ BLOCK = 10
 def measure(comm, name: str, *, rounds: int, torch: bool) -> dict:
     """Time a training step of the model `name`; return a row with times in microseconds.
 
-    Collective over `comm`. `name` is a key of `MODELS`. Each of `rounds` rounds times a block of
-    ten steps (`BLOCK`) for every way to run a step. If `torch` is true, steps in PyTorch are timed
-    beside the steps of mpidist.
+    Collective over `comm`. Each of `rounds` rounds times a block of ten steps (`BLOCK`) for every
+    way to run a step.
     """
     make, shape, batch = MODELS[name]
     local = max(1, batch // comm.size)

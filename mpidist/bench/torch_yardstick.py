@@ -1,7 +1,6 @@
 """Run PyTorch on the same ranks for comparison: `all_reduce` over gloo, and checkpoints.
 
-PyTorch is not a dependency of mpidist: install both into one environment. PyTorch's processes find
-each other through a TCP store on rank 0. MPI broadcasts the port of this store.
+PyTorch is not a dependency of mpidist: install both into one environment.
 """
 
 from __future__ import annotations
@@ -69,9 +68,8 @@ def enter(comm) -> Any:
 def checkpointer(comm, whole: np.ndarray, block: np.ndarray, folder: Path):
     """Return functions (save, load) that use torch.distributed.checkpoint. Collective over `comm`.
 
-    `whole` is equal on all ranks, and `block` is this rank's part of a distributed vector. PyTorch
-    uses the memory of both arrays without a copy. ``save()`` writes both arrays to a folder in
-    `folder`, and ``load()`` reads both back.
+    `whole` is equal on all ranks, and `block` is this rank's part of a distributed vector.
+    ``save()`` writes both arrays to a folder in `folder`, and ``load()`` reads both back.
     """
     torch = enter(comm)
     from torch.distributed import checkpoint

@@ -84,10 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compute_seconds(parts, global_batch: int, repeats: int = 5) -> float:
-    """Return the seconds that this machine computes for a global batch: the least of `repeats`.
-
-    The median of the times would include the effect of other work on the machine.
-    """
+    """Return the seconds that this machine computes for a global batch: the least of `repeats`."""
     import numpy as np
 
     from ..data import BadRecordFilter

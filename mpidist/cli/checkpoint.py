@@ -1,8 +1,7 @@
 """``mpidist checkpoint list | show | verify | export | index``: read checkpoints without MPI.
 
-The command runs on login nodes: it needs neither mpi4py nor a GPU. Its exit code is 0 if no
-checkpoint is damaged, 1 if a checkpoint is damaged, and 2 if there is no checkpoint or an argument
-is invalid.
+The exit code is 0 if no checkpoint is damaged, 1 if a checkpoint is damaged, and 2 if there is no
+checkpoint or an argument is invalid.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """``mpidist grow CONTROL -n K``: continue the job of a running `mpidist launch` with more ranks.
 
-The process of this command does not use MPI. The command writes a request into the control folder,
-and returns. `mpidist launch` then starts the program a second time, with K more ranks. When these
-ranks are ready, the ranks of the first start leave them the state of the training run, and end.
+The command writes a request into the control folder, and returns. `mpidist launch` then starts the
+program a second time, with K more ranks, which take over the state of the training run.
 """
 
 from __future__ import annotations

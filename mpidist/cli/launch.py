@@ -1,7 +1,4 @@
-"""``mpidist launch -n N -- PROGRAM``: run an MPI program and restart it after a failure.
-
-The process of this command does not use MPI.
-"""
+"""``mpidist launch -n N -- PROGRAM``: run an MPI program and restart it after a failure."""
 
 from __future__ import annotations
 
@@ -53,9 +50,8 @@ def add_parser(commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the program until it is done; return the exit code.
 
-    The exit code is 0 if the program is done, and 75 if the program has saved a checkpoint and must
-    be continued later. In all other cases, the exit code is the exit code of the program's last
-    failure.
+    The exit code is 0 if the program is done, and 75 if it has saved a checkpoint and must be
+    continued later.
     """
     from ..elasticity.ulfm_trial import check_survival
     from ..launch.launchers import command_words

@@ -1,8 +1,4 @@
-"""``mpidist`` and ``python -m mpidist``: run the wanted command, and turn errors into exit codes.
-
-The module of a command is imported only when the command is used, so ``mpidist --help`` and
-``mpidist checkpoint show`` work on a login node without MPI.
-"""
+"""``mpidist`` and ``python -m mpidist``: run a command, and turn errors into exit codes."""
 
 from __future__ import annotations
 
@@ -47,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    Collective over all ranks of the launch if the command is collective.
+    All ranks of the launch must call it together if the command uses MPI.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -110,11 +106,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _unknown(parser: argparse.ArgumentParser, argv: list[str], unknown: list[str]) -> str:
-    """Return the error text for `unknown`, the arguments in `argv` that no parser knows.
-
-    If there is an unknown option, the parser may take the words after it for other arguments. So in
-    this case the text names only the unknown options.
-    """
+    """Return the error text for `unknown`, the arguments in `argv` that no parser knows."""
     for word in argv:  # to the parser of the command, as `mpidist bench allreduce`
         for action in parser._actions:
             if isinstance(action.choices, dict) and word in action.choices:
@@ -165,11 +157,8 @@ def _is_one_of_several() -> bool:
 def _met(error: MpidistError, text: str, claim) -> bool:
     """Report `error` to ranks that wait in MPI_Init; return whether all ranks end together.
 
-    Collective if `error` was raised before MPI_Init.
-
-    An error may be raised on one rank only, for instance because a file is missing on its host. If
-    this rank exited at once, the other ranks would wait in MPI_Init for ever. The rank with the
-    error therefore initializes MPI too, and reports the error to the other ranks in `check_launch`.
+    Collective if `error` was raised before MPI_Init: without this call, the other ranks would wait
+    in MPI_Init for ever.
     """
     from ..launch import start_checks
 

@@ -1,8 +1,7 @@
 """``mpidist simulate {allreduce,fit,measure}``: show messages and times of an algorithm.
 
 ``allreduce`` needs no MPI. ``fit`` runs on two ranks and writes the network parameters that
-``allreduce --parameters`` reads. ``measure`` runs the algorithms with MPI, to compare their times
-with the predictions of ``allreduce``.
+``allreduce --parameters`` reads.
 """
 
 from __future__ import annotations

@@ -12,10 +12,8 @@ from ..launch import start_checks
 def start_ranks(environ: MutableMapping[str, str]):
     """Return the communicator of all ranks. Collective; `environ` is ``os.environ``.
 
-    From now on, an exception that a rank does not catch ends the job, by an exception hook. Without
-    this hook, the rank would wait in MPI_Finalize, and the other ranks would wait for it in their
-    next call. Raises ConfigError on all ranks if the launch cannot work, or if a rank cannot import
-    the hook.
+    From now on, an exception that a rank does not catch ends the whole job. Raises ConfigError on
+    all ranks if the launch cannot work.
     """
     comm = start_checks.initialize(environ).COMM_WORLD
     problem = None

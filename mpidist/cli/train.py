@@ -94,12 +94,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def beginning(environ: Mapping[str, str]) -> bool | str:
-    """Return a name of this job, which is the same in all attempts (starts of the program).
+    """Return a name of this job, which is the same in all its attempts (starts of the program).
 
-    ``--fresh`` needs this name: the first attempt ignores the old checkpoints, but a later attempt
-    with the same name must not ignore the checkpoints of the first attempt. Returns True instead of
-    a name if the job has one attempt only. Raises ConfigError if a first attempt cannot be
-    distinguished from a later one.
+    The result is True instead of a name if the job has one attempt only. Raises ConfigError if a
+    first attempt cannot be distinguished from a later one.
     """
     requeued = environ.get("SLURM_RESTART_COUNT", "0") != "0"
     launcher = environ.get(heartbeat.LAUNCHER)
@@ -265,8 +263,7 @@ def _stops(setting: str) -> bool:
 def _report(job, summary, again: str) -> int:
     """Write and print the summary; return the exit code.
 
-    If the summary cannot be written, the error is printed and not raised, because the other ranks
-    are done.
+    If the summary cannot be written, the error is printed and not raised.
     """
     if summary.resumed_at == summary.steps and _is_told(job, summary):
         return 0  # the run was finished before, and a line at its start has said so
@@ -318,10 +315,7 @@ def _report(job, summary, again: str) -> int:
 
 
 def _is_told(job, summary) -> bool:
-    """Return whether ``summary.json`` exists and has the same checksum of parameters as `summary`.
-
-    The file ``summary.json`` is missing if a run was killed before it had written the file.
-    """
+    """Return whether ``summary.json`` has the same checksum of parameters as `summary`."""
     try:
         told = json.loads((job.folder / "summary.json").read_text(encoding="utf-8"))
         return told["parameters_sha256"] == summary.parameters_sha256
@@ -330,10 +324,7 @@ def _is_told(job, summary) -> bool:
 
 
 class Reporter:
-    """Callback that writes metrics.jsonl, and shows a progress bar or progress lines.
-
-    The attribute `speaks` is true only on the first living rank.
-    """
+    """Callback that writes metrics.jsonl, and shows a progress bar or progress lines."""
 
     def __init__(self, job, speaks: bool):
         self.every = job.log_every
@@ -353,7 +344,7 @@ class Reporter:
             _note(f"cannot write {self._path}: {error.strerror}")
 
     def resized(self, _old: int, _new: int, run) -> None:
-        """Begin to print if this rank has become the first one (called as `on_resize`)."""
+        """Begin to write and print if this rank has become the first one after ranks have died."""
         if run.comm.rank or self.speaks:
             return
         self._begin()

@@ -1,8 +1,8 @@
 """Check, when a job starts, which cores the ranks may use.
 
-Three mistakes in a launch raise no error, but make the job slow. First, several ranks may be bound
-to the same core. Second, all ranks may be bound to one core although the host has many cores.
-Third, BLAS may start a thread for each core of the host in every rank.
+Three mistakes in a launch raise no error, but make the job slow: several ranks are bound to the
+same core; all ranks are bound to one core although the host has many; or BLAS starts a thread for
+each core of the host in every rank.
 """
 
 from __future__ import annotations
@@ -51,11 +51,7 @@ def _machine() -> str:
 
 
 def blas_threads(environ: Mapping[str, str], cores: int) -> int:
-    """Return how many threads NumPy's BLAS starts in this process, which may use `cores` cores.
-
-    The result is the number in an environment variable such as OMP_NUM_THREADS, and otherwise
-    `cores`.
-    """
+    """Return how many threads NumPy's BLAS starts in this process, which may use `cores` cores."""
     for name in _THREADS:
         first = environ.get(name, "").split(",")[0].strip()  # OMP_NUM_THREADS may be a list
         if first.isdigit() and int(first):
@@ -64,11 +60,7 @@ def blas_threads(environ: Mapping[str, str], cores: int) -> int:
 
 
 def warning(places: Sequence[RankPlace]) -> str | None:
-    """Return a line about the worst problem with the ranks' cores, or None if there is no problem.
-
-    The returned line names the cure and one host that has the problem, and says how many other
-    hosts have it. `places` has the host, the cores and the BLAS threads of each rank.
-    """
+    """Return a line about the worst problem with the ranks' cores, or None without a problem."""
     machines: dict[str, list[int]] = {}
     for rank, mine in enumerate(places):
         machines.setdefault(mine.machine, []).append(rank)
@@ -116,9 +108,8 @@ def _too_many_threads(places: Sequence[RankPlace], ranks: Sequence[int]) -> str 
 def check_binding(comm, environ: Mapping[str, str]) -> bool:
     """Print a warning on rank 0 if ranks slow each other down. Collective over `comm`.
 
-    `environ` is ``os.environ``. The warning is one line on stderr; ``MPIDIST_VERBOSE=0`` suppresses
-    it. Returns whether some host has more ranks than cores, which launchers allow only with an
-    option.
+    ``MPIDIST_VERBOSE=0`` suppresses the warning. Returns whether some host has more ranks than
+    cores.
     """
     mine = rank_place(environ)
     told = comm.allgather((tuple(mine), whole_cores(mine.cores)))
@@ -135,10 +126,7 @@ def check_binding(comm, environ: Mapping[str, str]) -> bool:
 
 
 def whole_cores(cores: Sequence[int]) -> set[int]:
-    """Return a set with the number of one hardware thread of each physical core in `cores`.
-
-    `cores` has numbers of hardware threads, of which a physical core may have two.
-    """
+    """Return the number of one hardware thread of each physical core in `cores`."""
     found = set()
     for core in cores:
         there = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")

@@ -1,9 +1,7 @@
 """The control group of a process: its memory limit, and its kills for lack of memory.
 
-If memory is lacking, the OOM killer of Linux kills a process. Linux has two versions of control
-groups. Both count the killed processes: version 2 in the file ``memory.events``, including those of
-child groups, and version 1 in the file ``memory.oom_control``. Every process that can read the
-folder of a group can read how many processes were killed.
+If memory is lacking, the OOM killer of Linux kills a process. A control group counts how many of
+its processes were killed.
 """
 
 from __future__ import annotations
@@ -35,10 +33,7 @@ class ControlGroup(NamedTuple):
         return None
 
     def limit(self) -> int | None:
-        """Return the memory limit of the group in bytes, or None if there is no limit.
-
-        If parent groups have limits, too, the result is the smallest limit.
-        """
+        """Return the memory limit of the group in bytes, or None if there is no limit."""
         files = [at / name for at in folders_up(self.folder, self.top) for name, _ in _FILES]
         texts = [text_or_empty(file).strip() for file in files]
         limits = [int(text) for text in texts if text.isdigit() and int(text) < _NO_LIMIT]
@@ -51,11 +46,7 @@ def folders_up(folder: Path, top: Path) -> list[Path]:
 
 
 def group_of(pid: int | str = "self", root: Path = Path("/")) -> ControlGroup | None:
-    """Return the memory control group of a process, or None if its files cannot be seen.
-
-    `pid` is the number of the process or "self". `root` is the folder that contains proc and sys;
-    only tests pass another one than ``/``.
-    """
+    """Return the memory control group of a process, or None if its files cannot be seen."""
     for line in text_or_empty(root / f"proc/{pid}/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -71,11 +62,7 @@ def group_of(pid: int | str = "self", root: Path = Path("/")) -> ControlGroup | 
 
 
 def peak_memory(pid: int | str = "self", root: Path = Path("/")) -> int:
-    """Return the largest number of bytes of memory that a process has held; 0 if unknown.
-
-    `pid` is the number of the process or "self". `root` is the folder that contains proc; only
-    tests pass another one than ``/``.
-    """
+    """Return the largest number of bytes of memory that a process has held; 0 if unknown."""
     text = text_or_empty(root / f"proc/{pid}/status")
     found = re.search(r"^VmHWM:\s+(\d+) kB", text, re.MULTILINE)
     return int(found[1]) * 1024 if found else 0

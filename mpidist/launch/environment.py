@@ -1,6 +1,6 @@
-"""Environment variables: settings of MPI, ULFM (survival of dead ranks), shared folders.
+"""Read environment variables: settings of the user, of MPI and of `mpidist launch`.
 
-`mpidist launch` starts the program of a job again after a failure; each start is called an attempt.
+`mpidist launch` starts the program of a job again after a failure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ATTEMPT_BEFORE = "MPIDIST_ATTEMPT_BEFORE"
 
 
 def attempt_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder of this attempt (start of the program by `mpidist launch`), or None.
+    """Return the folder of this attempt (start of the program by `mpidist launch`).
 
     The result is None if `mpidist launch` has not started this process.
     """
@@ -35,19 +35,18 @@ def attempt_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def attempt_before(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder of the attempt that still trains and that this one replaces, or None.
+    """Return the folder of the earlier start of the program that this start replaces, or None.
 
-    An attempt is a start of the program by `mpidist launch`. When a job gets more ranks, for
-    example by `mpidist grow`, a new attempt begins while the earlier one still trains, and then
-    takes over its training run. Otherwise the result is None.
+    When a job gets more ranks, for example by `mpidist grow`, a new start of the program takes over
+    the training run of the one that still trains.
     """
     return Path(environ[ATTEMPT_BEFORE]) if ATTEMPT_BEFORE in environ else None
 
 
 def job_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder of the job that `mpidist launch` has started, or None without a launcher.
+    """Return the folder of the job that `mpidist launch` has started.
 
-    All attempts (starts of the program by one `mpidist launch`) share this folder.
+    The result is None if `mpidist launch` has not started this process.
     """
     return Path(environ[ATTEMPT_FOLDER]).parent if ATTEMPT_FOLDER in environ else None
 
@@ -68,9 +67,9 @@ _CURE = "use mpidist launch, which starts the job again from the newest checkpoi
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder that stores the selected collective algorithms for later runs, or None.
+    """Return the folder that stores the selected collective algorithms for later runs.
 
-    The folder is the result of `user_cache`. With ``MPIDIST_SELECTION_CACHE=0`` the result is None.
+    The result is None with ``MPIDIST_SELECTION_CACHE=0``, or if this user has no such folder.
     """
     return None if environ.get("MPIDIST_SELECTION_CACHE") == "0" else user_cache(environ)
 
@@ -92,15 +91,12 @@ def mpi_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def has_ulfm(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the job was started with ULFM, so that its ranks can go on after a death.
-
-    ULFM (user-level failure mitigation) is the part of MPI that survives the death of a rank.
-    """
+    """Return whether the ranks of this job can go on after the death of a rank (ULFM)."""
     return environ.get("OMPI_MCA_mpi_ft_enable") == "1"
 
 
 def may_have_ulfm(version: str) -> bool:
-    """Return whether `version`, the text of a library or launcher, is new enough for ULFM."""
+    """Return whether the MPI library or launcher `version` can go on after a death (ULFM)."""
     found = re.search(r"\bOpen MPI\)? v?(\d+)\.(\d+)\.(\d+)", version)
     return found is not None and tuple(map(int, found.groups())) >= WITH_ULFM
 

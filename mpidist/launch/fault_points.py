@@ -1,10 +1,6 @@
 """Named points of the program at which a test may inject a fault.
 
 Unless MPIDIST_FAULT is set, the points do nothing.
-
-``fault_point("step", 20)`` only reads one Python variable, which is None unless MPIDIST_FAULT was
-set when the process began. If MPIDIST_FAULT is set, the module `faults` is loaded and injects the
-faults. The program calls `fault_point` at most once per step for each point.
 """
 
 from __future__ import annotations

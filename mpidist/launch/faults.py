@@ -9,13 +9,12 @@
 
 NUMBER says when the fault happens: at the training step of this number, or when the program has
 reached POINT this many times. Without NUMBER the fault happens every time the program reaches
-POINT. KEY in MPIDIST_FAULT is ``rank``, ``attempt``, ``ms``, ``code`` or ``seed``. ``rank`` is a
-number, or ``random`` with the seed ``seed``; without ``rank`` the fault happens on every rank.
-``attempt`` is the number of a start of the program by `mpidist launch`, or ``any``; the default is
-0, the first start.
+POINT. KEY is ``rank``, ``attempt``, ``ms``, ``code`` or ``seed``. ``rank`` is a number, or
+``random`` with the seed ``seed``; without ``rank`` the fault happens on every rank. ``attempt`` is
+the number of a start of the program by `mpidist launch`, or ``any``; the default is 0, the first
+start.
 
-Faults are allowed only if MPIDIST_TESTING=1 is set. The program of a test marks points of its own
-by `fault_points.fault_point`.
+Faults are allowed only if MPIDIST_TESTING=1 is set.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ _KEYS = ("rank", "seed", "attempt", "ms", "code")
 class Fault:
     """One fault: what happens (`action`), and where and when it happens.
 
-    The fault happens on rank `rank`, in start number `attempt` of the program by `mpidist launch`,
-    at the place of the program that is called `point`, when this place is reached with the number
-    `number`. None means that any value fits.
+    `rank` and `attempt` (the number of a start of the program by `mpidist launch`) say in which
+    process it happens. `point` is a place of the program, and `number` a training step, or how
+    often the place was reached.
     """
 
     action: str
@@ -123,7 +122,7 @@ def read_faults(environ: Mapping[str, str]) -> Injector:
 
 
 class Injector:
-    """The faults of one process. Every `fault_point` calls this object to inject its faults."""
+    """The faults of one process."""
 
     def __init__(self, faults: list[Fault], rank: int, attempt: int = 0):
         faults = [fault for fault in faults if fault.rank in (None, rank)]
@@ -180,11 +179,7 @@ class Injector:
 
 
 def act(fault: Fault, where: str, about: Mapping) -> None:
-    """Inject one fault. The function returns only if the process continues after the fault.
-
-    `where` is the point as text, for the line that this function writes to stderr.
-    ``about["file"]`` is the file that the actions ``flip`` and ``truncate`` damage.
-    """
+    """Inject one fault."""
     os.write(2, f"mpidist: fault: {fault.action} at {where}\n".encode())
     match fault.action:
         case "kill":

@@ -1,8 +1,7 @@
 """The memory that a process may still allocate, and memory that dead jobs have not freed.
 
-`mpidist launch` and its ranks keep copies of the state in a folder of /dev/shm. If `mpidist launch`
-and all ranks are killed, the copies stay on each host, until a later job of the same user begins
-there.
+`mpidist launch` and its ranks keep copies of the training state in a folder of /dev/shm. If all of
+them are killed, the copies stay there until a later job of the same user begins on the host.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ def available_memory(root: Path = Path("/")) -> int | None:
     """Return how many bytes this process may still allocate, or None if the number is unknown.
 
     The result is the available memory of the node, or the unused memory of the process's control
-    groups (groups of processes with a memory limit) if that is less. `root` is the folder that
-    contains proc and sys; only tests pass another one than ``/``.
+    groups (groups of processes with a memory limit) if that is less.
     """
     facts = [line.split() for line in text_or_empty(root / "proc/meminfo").splitlines()]
     limits = [int(words[1]) * 1024 for words in facts if words[:1] == ["MemAvailable:"]]
@@ -58,9 +56,7 @@ def available_memory(root: Path = Path("/")) -> int | None:
 def _left(base: Path, path: str, limit: str, usage: str) -> list[int]:
     """Return, for a control group and each of its parents, the memory limit minus the usage.
 
-    The usage that the kernel reports includes cached files, which the kernel drops when a process
-    needs memory. Cached files therefore count as free memory; otherwise a job that has read its
-    data would have no memory left.
+    Cached files count as free memory, because the kernel drops them when a process needs memory.
     """
     left = []
     for folder in folders_up(base / path.strip("/"), base):

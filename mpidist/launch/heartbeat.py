@@ -1,22 +1,16 @@
 """Heartbeats: each rank writes to a file that it lives, its step, and whether it has ended.
 
-The command `mpidist launch` reads the heartbeat files of all ranks. The folder of each attempt to
-run the job has one heartbeat file per rank. The file is mapped into memory, so recording a step
-costs one store to memory, and the launcher can read the newest step even after a SIGKILL. A thread,
-which does not use MPI, increments a counter in the file. The thread also checks whether this
-attempt is over, and whether the launcher still runs. If the attempt is over, the thread ends the
-process; if the launcher is gone, it asks the rank for a stop. Examples of files:
+`mpidist launch` reads these files, one for each rank and each start of the program. The file is
+mapped into memory, so its content survives a SIGKILL of the rank. A thread of the rank increments a
+counter in the file. Examples:
 
     rank 0   beat 41  step 812  left      the rank has ended by itself
     rank 1   beat 37  step 811            the rank was killed or is stopped
     rank 2   beat 41  step 811  failed    an error of this rank has ended the job
     rank 3   beat 41  step 811  heard     a signal has asked the rank to end
 
-The exit code of ``mpiexec`` alone proves nothing: the ``mpiexec`` of Open MPI, run with fault
-tolerance, returns 0 even after a rank was killed. A rank that ends by itself writes "left" to its
-file; a rank that is killed cannot do this. When all living ranks have reached the end of the job
-together, each of them writes its exit code, too. If a job goes on after ranks have died, only these
-exit codes show that it has succeeded.
+The exit code of ``mpiexec`` is not enough: with fault tolerance, Open MPI's returns 0 even after a
+rank was killed.
 """
 
 from __future__ import annotations
@@ -72,23 +66,19 @@ _NONE = -1  # no step yet
 
 
 class Sign(NamedTuple):
-    """The heartbeat of one rank.
+    """The heartbeat of one rank: what the rank has written to its file.
 
-    `first` is the number of the step with which this attempt (start of the program) began.
+    `first` is the number of the step with which this start of the program began. `left` is true if
+    the rank has ended by itself, `heard` if a signal has asked the rank to end, and `failed` if an
+    error of the rank ends the job.
 
-    `left` is true if the rank has ended by itself. `heard` is true if a signal has asked the rank
-    to end, and `failed` if an error of the rank ends the job. `peak` is the largest number of bytes
-    of memory that the rank has held. `limit` is the memory limit in bytes of the rank's control
-    group, or 0 if there is no limit. `kills` is the number of processes of the control group that
-    the kernel has killed so far for lack of memory, and `kills_before` is that number when the rank
-    began; both are -1 if unknown. `group` is a number that identifies the control group on its
-    host. `pid` and `born` (the start time of the process) together identify the process on its
-    host, unless a container has a pid namespace of its own.
+    `peak` is the largest number of bytes of memory that the rank has held, and `limit` the memory
+    limit in bytes of the rank's control group, or 0 without a limit. `kills` is the number of
+    processes of the control group that the kernel has killed so far for lack of memory, and
+    `kills_before` is that number when the rank began; both are -1 if unknown.
 
     `code` is the exit code of a rank that has left together with all living ranks, else -1.
-    `deaths` is how many deaths of other ranks this rank has survived. If a rank without new
-    heartbeats has survived fewer deaths than the others, it is dead itself. `gave_up` is 1 if this
-    rank could not continue after a death, so that the attempt must end.
+    `gave_up` is 1 if this rank could not continue after a death.
     """
 
     rank: int
@@ -139,10 +129,7 @@ class Pulse:
         self.numbers[_STEP] = step
 
     def leave(self) -> None:
-        """Write to the heartbeat file that this process ends by itself.
-
-        A second call does nothing.
-        """
+        """Write to the heartbeat file that this process ends by itself."""
         self._stop.set()
         self.numbers[_LEFT] = 1
         self.flush()
@@ -217,10 +204,7 @@ _longest_step: float | None = None
 
 
 def note_steps(step: int) -> None:
-    """Write the number of finished steps to the heartbeat file, if `mpidist launch` reads it.
-
-    Also measures the time from step to step, see `longest_step`.
-    """
+    """Write the number of finished steps to the heartbeat file, if `mpidist launch` reads it."""
     global _step_ended, _longest_step
     if _pulse is not None:
         _pulse.note(step)
@@ -231,59 +215,39 @@ def note_steps(step: int) -> None:
 
 
 def longest_step() -> float | None:
-    """Return the longest time in seconds from one step to the next, saves included.
-
-    Returns None as long as this time is unknown. The current step is not counted, because a rank
-    calls this function when a death has interrupted the current step.
-    """
+    """Return the longest time in seconds from one step to the next, saves included, or None."""
     global _step_ended
     _step_ended = None
     return _longest_step
 
 
 def hear() -> None:
-    """Write to the heartbeat file that a signal has asked this process to end.
-
-    Does nothing without `mpidist launch`.
-    """
+    """Write to the heartbeat file that a signal has asked this process to end."""
     if _pulse is not None:
         _pulse.numbers[_HEARD] = 1
 
 
 def fail() -> None:
-    """Write to the heartbeat file that an error of this process ends the job.
-
-    Does nothing without `mpidist launch`.
-    """
+    """Write to the heartbeat file that an error of this process ends the job."""
     if _pulse is not None:
         _pulse.numbers[_FAILED] = 1
 
 
 def note_exit(code: int) -> None:
-    """Write to the heartbeat file that all living ranks end, and this rank with exit code `code`.
-
-    Does nothing without `mpidist launch`.
-    """
+    """Write to the heartbeat file that all living ranks end, and this rank's exit code."""
     if _pulse is not None:
         _pulse.numbers[_CODE] = code
         _pulse.leave()
 
 
 def note_deaths(count: int) -> None:
-    """Write to the heartbeat file how many deaths of other ranks this process has survived.
-
-    Does nothing without `mpidist launch`.
-    """
+    """Write to the heartbeat file how many deaths of other ranks this process has survived."""
     if _pulse is not None:
         _pulse.numbers[_DEATHS] = count
 
 
 def give_up() -> bool:
-    """Ask `mpidist launch` to end all ranks; return whether this process has such a launcher.
-
-    A rank calls this function if it could not continue after the death of another rank. The request
-    is a number in the rank's heartbeat file. `mpidist launch` may then start the program again.
-    """
+    """Ask `mpidist launch` to end all ranks; return whether this process has such a launcher."""
     if _pulse is None:
         return False
     _pulse.numbers[_GAVE_UP] = 1
@@ -292,24 +256,19 @@ def give_up() -> bool:
 
 
 def tell_launcher(name: str, text: str = "") -> None:
-    """Send `mpidist launch` a message: write `text` to the file `name` in this attempt's folder.
-
-    An attempt is a start of the program by `mpidist launch`.
-    """
+    """Send `mpidist launch` a message: write `text` to the file `name` in its folder."""
     folder = attempt_folder()
     if folder is not None:
         (folder / name).write_text(text, encoding="utf-8")
 
 
 def make_decision(folder: Path, text: str) -> bool:
-    """Decide which of two attempts continues a run; return whether `text` is the decision.
+    """Decide which of two starts of the program continues a run.
 
-    When a job gets more ranks, for example by `mpidist grow`, two attempts (starts of the program)
-    run at the same time: the first one, whose folder is `folder`, and a new one with more ranks.
-    `text` is `KEPT` ("kept") if the first attempt keeps the run. Otherwise the new attempt takes
-    the run over, and `text` says where its state is: `IN_MEMORY` ("memory") or `IN_STORE` ("store",
-    the checkpoint store). Only the first decision counts, so the result is False if another process
-    has decided differently before.
+    When a job gets more ranks, the first start, whose folder is `folder`, and the new one run at
+    the same time. `text` is `KEPT` if the first one keeps the run. Otherwise the new one takes the
+    run over, and `text` says where its state is: `IN_MEMORY`, or `IN_STORE` (the checkpoint store).
+    Only the first decision counts: the result says whether `text` is the decision.
     """
     try:
         # A symbolic link is made in one step together with its text. A file could stay empty,
@@ -330,18 +289,14 @@ def decision(folder: Path) -> str:
 
 
 def launched_by(environ: Mapping[str, str] | None = None) -> str:
-    """Return the `launcher_id` of the `mpidist launch` that started this process, or "".
-
-    A `launcher_id` is a text with the host, the process number and the start time of the launcher.
-    """
+    """Return the text that identifies the `mpidist launch` that started this process, or ""."""
     return (os.environ if environ is None else environ).get(LAUNCHER, "")
 
 
 def is_launched() -> bool:
     """Return whether the `mpidist launch` that started this process still runs.
 
-    Returns true if this is not known, because the launcher is on another host, or if there is no
-    launcher.
+    The result is also true without a launcher, and if the launcher is on another host.
     """
     return is_at_work(launched_by(), elsewhere=True)
 
@@ -357,10 +312,7 @@ def launcher_id() -> str:
 
 
 def is_at_work(launcher: str, elsewhere: bool) -> bool:
-    """Return whether a launcher still runs; for a launcher on another host, return `elsewhere`.
-
-    `launcher` is the text that `launcher_id` returned in the launcher's process.
-    """
+    """Return whether a launcher still runs; for a launcher on another host, return `elsewhere`."""
     words = launcher.split()
     if len(words) != 3 or words[0] != socket.gethostname():
         return elsewhere
@@ -368,10 +320,8 @@ def is_at_work(launcher: str, elsewhere: bool) -> bool:
 
 
 def has(folder: Path, name: str) -> bool:
-    """Return whether the folder has a file called `name`.
-
-    The function lists the folder, because a list also shows files that other hosts have just made.
-    """
+    """Return whether the folder has a file called `name`, even if another host has just made it."""
+    # A list of the folder also shows files that other hosts have just made.
     return any(path.name == name for path in folder.iterdir())
 
 

@@ -1,8 +1,7 @@
 """Start an MPI program from a plain test: ``launch(4, [sys.executable, "prog.py"])``.
 
-The test process does not import MPI. The test process uses the launcher in the folder of the
-running interpreter, where the Python packages of Open MPI and MPICH install their launchers. The
-``mpiexec`` of another MPI on PATH would start n programs of one rank each.
+It uses the launcher in the folder of the running interpreter, where the Python packages of Open MPI
+and MPICH install their launchers.
 """
 
 from __future__ import annotations
@@ -88,10 +87,7 @@ def launcher_command(n: int, *, mpi: str | os.PathLike | None = None) -> list[st
 
 
 def command_words(option: str, text: str) -> list[str]:
-    """Return the words of the command `text`, as a shell would split it.
-
-    `option` is the option whose value is `text`, for the error text.
-    """
+    """Return the words of the command `text`, as a shell would split it."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -99,10 +95,7 @@ def command_words(option: str, text: str) -> list[str]:
 
 
 def crowding(kind: str, major: int) -> list[str]:
-    """Return the options with which a launcher starts more ranks than cores.
-
-    `kind` and `major` are the result of `launcher_kind` for this launcher.
-    """
+    """Return the options with which a launcher starts more ranks than cores."""
     if kind != "openmpi":
         return [word for item in MPICH_YIELDS.items() for word in ("-genv", *item)]
     words = ["--map-by", ":oversubscribe"] if major >= 5 else ["--oversubscribe"]
@@ -115,11 +108,11 @@ def launch_environment(
 ) -> dict[str, str]:
     """Return the environment of this process, updated by `env`, for a new launch.
 
-    The variables that an outer launcher has set for its ranks are removed. PYTHONDONTWRITEBYTECODE
-    is removed unless `env` has it, because with this variable every rank would compile all modules
-    again at every start.
+    The variables that an outer launcher has set for its ranks are removed, and so is
+    PYTHONDONTWRITEBYTECODE unless `env` has it.
     """
     clean = {k: v for k, v in os.environ.items() if not k.startswith(_RANK_VARIABLES)}
+    # With this variable every rank would compile all modules again at every start.
     clean.pop("PYTHONDONTWRITEBYTECODE", None)
     if os.geteuid() == 0 and launcher_kind(Path(mpi) if mpi else find_launcher())[0] == "openmpi":
         clean["OMPI_ALLOW_RUN_AS_ROOT"] = clean["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
@@ -138,7 +131,6 @@ def start(
 
     The result is the running job: ``job.finish(timeout)`` waits for its end, ``job.output()``
     returns its output so far, and ``job.process.send_signal(...)`` sends a signal to the launcher.
-    The docstring of `launch` explains the parameters.
     """
     command = [*launcher_command(n, mpi=mpi), *args]
     environment = {**WITHOUT_OFI, **launch_environment(env, mpi=mpi)}  # all ranks are on this host

@@ -36,10 +36,7 @@ def is_running(pid) -> bool:
 
 
 def group_is_running(group: int) -> bool:
-    """Return whether a process group has a process that is not a zombie.
-
-    A zombie stays in its group until its parent has read its exit code, which can take seconds.
-    """
+    """Return whether a process group has a process that is not a zombie."""
     for entry in Path("/proc").iterdir():
         with suppress(OSError, IndexError):
             if entry.name.isdigit():
@@ -52,8 +49,7 @@ def group_is_running(group: int) -> bool:
 def state_and_birth(pid: int) -> tuple[str, int]:
     """Return the state letter of a process and its birth time; ("X", 0) if it is gone.
 
-    The birth time is in clock ticks since the host was started. The call makes only three system
-    calls, because it is made often.
+    The birth time is in clock ticks since the host was started.
     """
     try:
         file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
@@ -69,10 +65,7 @@ def state_and_birth(pid: int) -> tuple[str, int]:
 
 
 def mpi_segments(pids: Iterable, prefixes: str | tuple[str, ...] = SEGMENTS) -> set[Path]:
-    """Return the files in /dev/shm that the MPI library of these processes has mapped.
-
-    `pids` are the numbers of the processes; the names of MPI's files begin with `prefixes`.
-    """
+    """Return the files in /dev/shm that the MPI library of these processes has mapped."""
     found = set()
     for pid in pids:
         with suppress(OSError):

@@ -1,9 +1,8 @@
 """Run commands with a deadline and output to files; leave none of their processes alive.
 
-An MPI launcher is the root of a tree of processes. The leaves of the tree, the ranks, make their
-own process groups and outlive a killed launcher. To find them, `Started` puts a random mark into
-the environment of the launcher, and all processes of its tree inherit this mark. When the launcher
-has ended, `Started.finish` kills all processes that have the mark. No other process has the mark.
+The ranks that an MPI launcher starts may outlive the launcher. To find them, `Started` puts a
+random mark into the environment of the launcher, which all its descendants inherit. When the
+launcher has ended, `Started.finish` kills all processes that have the mark.
 """
 
 from __future__ import annotations
@@ -71,10 +70,8 @@ class Started:
     cwd : path, optional
         The working directory of the command.
     sweep : bool
-        Whether to kill, when the command has ended, all its descendants that still run. To find
-        them, they are marked by an environment variable.
-        `sweep` must be false for ``sbatch``, because its jobs inherit its environment and continue
-        after ``sbatch`` has ended.
+        Whether to kill, when the command has ended, all its descendants that still run. `sweep`
+        must be false for ``sbatch``, whose jobs continue after ``sbatch`` has ended.
     session : bool
         Whether to call `remove_session` with the pid of the command. `session` must be false in a
         private process namespace, where a running launcher may have the same pid.
@@ -114,7 +111,7 @@ class Started:
         _alive.add(self)
 
     def _before(self) -> None:
-        """In the new process, unblock all signals; `mpidist launch` has blocked some of them."""
+        """In the new process, unblock all signals and remove an old launcher's session folder."""
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         if self._session is not None:
             remove_session(os.getpid(), self._session)
@@ -188,11 +185,7 @@ class Started:
 
 
 def kill_all() -> None:
-    """Kill all commands that are started and not finished. Signal handlers may call this.
-
-    This function does not wait for the end of the commands. A thread that waits in `Started.finish`
-    returns when the command has ended.
-    """
+    """Kill all commands that are started and not finished. Signal handlers may call this."""
     for started in list(_alive):
         if started.mark:
             end_marked(started.mark, patience=0.1)
@@ -200,11 +193,7 @@ def kill_all() -> None:
 
 
 def run(args, *, env=None, cwd=None, timeout: float = 60) -> Finished:
-    """Run a command to its end or its deadline, and then end all its processes.
-
-    `args` is the command line, and `timeout` the number of seconds until the deadline. The
-    docstring of `Started` explains `env` and `cwd`.
-    """
+    """Run the command line `args` to its end or its deadline, and then end all its processes."""
     return Started(args, env=env, cwd=cwd).finish(timeout)
 
 
@@ -222,24 +211,16 @@ def marked(mark: str, variable: str = MARK) -> list[int]:
 
 
 def signal_all(pids: Sequence[int], number: int) -> None:
-    """Send a signal to several processes; none of them runs before all have got the signal.
-
-    All the processes are stopped (SIGSTOP) until the signal has been sent to each of them. Without
-    SIGSTOP, a job that ends when its first rank gets the signal could be over before its last
-    rank gets it.
-    """
+    """Send a signal to several processes; none of them runs before all have got the signal."""
+    # Without SIGSTOP, a job that ends with its first rank could be over before its last rank has
+    # got the signal.
     for step in (signal.SIGSTOP, number, signal.SIGCONT):
         for pid in pids:
             os.kill(pid, step)
 
 
 def forgotten_segments(age: float) -> set[Path]:
-    """Return the files in /dev/shm that MPICH has made recently and that no process has mapped.
-
-    If a rank is killed in MPI_Init, its file stays in /dev/shm, and `mpi_segments` finds no process
-    that maps the file. `age` is the greatest age of a file in seconds. The function lists the files
-    twice, because a rank that begins makes the file before it maps the file.
-    """
+    """Return the files in /dev/shm that MPICH has made recently and that no process has mapped."""
 
     def look() -> set[Path]:
         found = set()
@@ -260,9 +241,7 @@ def forgotten_segments(age: float) -> set[Path]:
 def remove_session(pid: int, env: Mapping[str, str]) -> None:
     """Remove the session folder of an Open MPI launcher that has ended.
 
-    If a launcher is killed, its session folder stays on the disk. The next launcher with the same
-    pid then fails: "The PMIx server's listener thread failed to start". To prevent this error, call
-    this function after the end of a launcher, and between fork and exec of a new launcher.
+    Call this function after the end of a launcher, and between fork and exec of a new launcher.
 
     Parameters
     ----------
@@ -276,10 +255,7 @@ def remove_session(pid: int, env: Mapping[str, str]) -> None:
 
 
 def end_marked(mark: str, patience: float = 5, variable: str = MARK) -> None:
-    """Kill every process whose environment variable `variable` is `mark`, and wait for their end.
-
-    The function waits at most `patience` seconds.
-    """
+    """Kill every process whose environment variable `variable` is `mark`, and wait for them."""
     deadline = time.monotonic() + patience
     while (pids := marked(mark, variable)) and time.monotonic() < deadline:
         # The newest process is killed first, because the kernel continues a stopped rank when its

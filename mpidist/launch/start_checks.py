@@ -1,8 +1,8 @@
 """Checks at the start of a job: a wrong launch ends with a line with cause and cure.
 
-Before MPI_Init, the module `claims` checks the launcher's environment variables. After MPI_Init,
-the ranks compare the versions of their software. If the versions of the ranks differ, the job ends
-before it computes anything. If only CUDA drivers or CPUs differ, rank 0 prints a note.
+Before MPI_Init, the launcher's environment variables are checked. After MPI_Init, the ranks compare
+the versions of their software. If only CUDA drivers or CPUs differ, rank 0 prints a note; for other
+differences the job ends before it computes anything.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ _CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "asimd", "sve")
 
 
 def versions_fingerprint() -> dict[str, str]:
-    """Return the host, the CPU and the software versions of this rank, which the ranks compare.
-
-    The versions of cupy, HDF5 and the CUDA driver are included only if this process has loaded
-    them already, because loading them takes long.
-    """
+    """Return the host, the CPU and the software versions of this rank, which the ranks compare."""
     import mpi4py
     import numpy
     from mpi4py import MPI
@@ -59,11 +55,8 @@ def versions_fingerprint() -> dict[str, str]:
 
 
 def h5py_version() -> str:
-    """Return the version of the installed h5py, or "none".
-
-    The version is read from the name of the folder ``h5py-VERSION.dist-info``. In each rank,
-    importing h5py would take 25 ms, and asking `importlib.metadata` 10 ms.
-    """
+    """Return the version of the installed h5py, or "none"."""
+    # Importing h5py takes 25 ms, and asking `importlib.metadata` 10 ms.
     found = importlib.util.find_spec("h5py")
     if found is None or found.origin is None:
         return "none"
@@ -92,11 +85,7 @@ def _cpu() -> str:
 def compare(
     fingerprints: Sequence[Mapping[str, str]], keys: Sequence[str] = _MUST_AGREE
 ) -> str | None:
-    """Return a line with the different versions, their hosts and the cure; None if all are equal.
-
-    If a rank does not report the version of a package, the rank is left out of the comparison of
-    this package.
-    """
+    """Return a line with the different versions, their hosts and what to do, or None."""
     differing = []
     for key in keys:
         hosts: dict[str, dict[str, None]] = {}  # version -> names, each once
@@ -126,7 +115,9 @@ def check_launch(
     facts: Mapping[str, str] | None = None,
     problem: str | None = None,
 ) -> None:
-    """Raise ConfigError, with the cure, for a launch that cannot work. Collective over `comm`.
+    """Raise ConfigError for a launch that cannot work; the error says what to do.
+
+    Collective over `comm`.
 
     Parameters
     ----------
@@ -167,10 +158,8 @@ def check_launch(
 def initialize(environ: MutableMapping[str, str]):
     """Check the launcher, then initialise MPI, and return mpi4py's ``MPI``.
 
-    `environ` is ``os.environ``, to which `network_for` may add variables. The commands of mpidist
-    call this function before any module imports ``mpi4py.MPI``, which would call MPI_Init without
-    the checks. At exit, MPI is finalised after all exit handlers that were registered after this
-    call.
+    Call this function before any module imports ``mpi4py.MPI``, which would call MPI_Init without
+    the checks.
     """
     import atexit
 

@@ -1,4 +1,4 @@
-"""The first line of a run: hosts, ranks, devices, MPI, and the transport of messages."""
+"""The first line that a run prints: hosts, ranks, devices, MPI, and the transport of messages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from .claims import mpi_name
 
 
 def startup_line(comm, topology, environ: Mapping[str, str], *more: str) -> str:
-    """Return a line with hosts, ranks per host, devices, MPI and transport. Collective over `comm`.
+    """Return a line with hosts, ranks per host, devices, MPI and transport.
 
-    `more` are further texts that are appended to the line, such as the folder of the data or the
-    size of the model.
+    Collective over `comm`.
     """
     from mpi4py import MPI  # imported late, because the checks of the launcher come before MPI_Init
 
@@ -34,11 +33,7 @@ def startup_line(comm, topology, environ: Mapping[str, str], *more: str) -> str:
 
 
 def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """Return how many GPUs this process may use, without initialising a GPU.
-
-    The number is taken from an environment variable such as CUDA_VISIBLE_DEVICES, and otherwise
-    from the device files in the folder `devices`.
-    """
+    """Return how many GPUs this process may use, without initialising a GPU."""
     for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if variable in environ:
             return sum(name.strip() not in ("", "-1") for name in environ[variable].split(","))
@@ -55,13 +50,7 @@ def describe_gpus(per_host: Sequence[int]) -> str:
 
 
 def transport(environ: Mapping[str, str], library: str, single_host: bool) -> str:
-    """Return how messages travel, such as "shared memory", as far as environment variables tell.
-
-    `library` is the text of ``MPI.Get_library_version()``, and `single_host` says whether all ranks
-    run on one host. MPI has no function that returns the transport. The transport is therefore
-    known only if a variable selects it, or if all ranks run on one host. Otherwise the result says
-    that MPI chooses it.
-    """
+    """Return how messages travel, such as "shared memory", as far as environment variables tell."""
     shared = "shared memory"
     ucx, fabric = environ.get("UCX_TLS"), environ.get("FI_PROVIDER")
     if "Open MPI" in library:

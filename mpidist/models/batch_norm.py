@@ -4,12 +4,12 @@
     y = (x - mean) / sqrt(variance + eps)
     dx = (dy - mean(dy) - y mean(dy y)) / sqrt(variance + eps)
 
-The forward and the backward pass make one allreduce each, of two sums per channel and of the number
-of elements. The batches of the ranks may have different sizes, and may be empty. Gain and shift are
-ordinary parameters, with which the model itself computes ``gain * y + shift``.
+The forward and the backward pass make one allreduce each. The batches of the ranks may have
+different sizes, and may be empty. Gain and shift are ordinary parameters, with which the model
+itself computes ``gain * y + shift``.
 
-References: Ioffe and Szegedy, Batch Normalization, ICML 2015, arXiv:1502.03167. The ranks' sums of
-squares are combined as in Chan, Golub and LeVeque, Updating formulae, 1979.
+References: Ioffe and Szegedy, Batch Normalization, ICML 2015, arXiv:1502.03167; Chan, Golub and
+LeVeque, Updating formulae, 1979.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ class Saved(NamedTuple):
 
 
 def sync_moments(comm, x, axis):
-    """Return (mean, variance) of `x` along `axis` over all ranks.
-
-    Collective over `comm`. The sums over the ranks are made by one allreduce in float64.
+    """Return (mean, variance) of `x` along `axis` over all ranks. Collective over `comm`.
 
     Parameters
     ----------
@@ -49,15 +47,14 @@ def sync_moments(comm, x, axis):
     mean, variance : arrays
         Both have the axes of `x` that are not summed over, and the dtype of `x` (float32 if `x` has
         half precision). All ranks get the same bits. The variance is the sum of the squared
-        distances from the mean divided by n, not by n - 1, as usual in batch normalisation.
+        distances from the mean divided by n, not by n - 1.
 
     Raises
     ------
     ConfigError
-        When `x` does not have the given axis. Also when no rank has an element of `x`; then the
-        error is raised on all ranks.
+        When `x` does not have the given axis, or when no rank has an element of `x`.
     MismatchError
-        Raised on all other ranks when one rank raises an error, and on all ranks when the numbers
+        Raised on the other ranks when one rank raises an error, and on all ranks when the numbers
         of channels differ between the ranks.
     """
     xp = array_module(x)
@@ -99,12 +96,10 @@ def sync_batch_norm(comm, x, axis, eps: float = 1e-5):
 def sync_batch_norm_backward(comm, dy, saved: Saved):
     """Return the gradient with respect to x, the input of `sync_batch_norm`.
 
-    `dy` is the gradient with respect to y, its output.
-
-    Collective over `comm`. `dy` and the result are gradients of the *mean* loss of this rank, as
-    models compute them. The average of all ranks' results, weighted by their batch sizes, is the
-    gradient of the mean loss over all samples. This average also contains the effect of each sample
-    on the common mean and variance.
+    Collective over `comm`. `dy` is the gradient of this rank's *mean* loss with respect to y, the
+    output of `sync_batch_norm`. If the parameter gradients that follow from the results are
+    averaged over all ranks, weighted by the batch sizes, they are the gradients of the mean loss
+    over all samples.
     """
     xp = array_module(dy)
     with call_guard(comm, "sync_batch_norm_backward"):
@@ -125,9 +120,9 @@ def sync_batch_norm_backward(comm, dy, saved: Saved):
 
 
 def call_guard(comm, name: str):
-    """Return a context manager for a collective call: if one rank raises an error, all ranks do.
+    """Return a context manager for the call `name`: if one rank raises an error, all ranks do.
 
-    `name` is the name of the call, for error texts. Collective over `comm`.
+    Collective over `comm`.
     """
     # Not imported at the top: models can be imported, and used by one process, without MPI.
     from ..runtime.context import of
@@ -147,7 +142,7 @@ def _count(x, axis) -> int:
 
 
 def _over_ranks(comm, count: int, first, second):
-    """Return the sums over all ranks of a number and of two arrays, made by one allreduce."""
+    """Return the sums over all ranks of `count` and of two arrays, made by one allreduce."""
     from ..collectives.allreduce import allreduce  # not at the top, as in `call_guard`
 
     xp = array_module(first)

@@ -3,47 +3,24 @@
     y, saved = layer.forward(parameters, x)
     dx = layer.backward(parameters, saved, dy, gradients, ready, first=False)
 
-A layer looks up its parameters by name at every call, so training code may replace them by views of
-another buffer. `forward` never changes x, so a saved x stays valid. `backward` may overwrite dy,
-the gradient with respect to y. `shapes` returns the names and shapes of the parameters. `backward`
-calls ``ready(name)`` as soon as the gradient of a parameter is final, in the reverse of the order
-in `shapes`.
+`parameters` maps names to arrays, and `saved` is what `backward` needs of the forward pass.
+`backward` writes the gradients of the parameters, calls ``ready(name)`` as soon as one of them is
+final, and returns dx, the gradient of x, unless `first` is true. `forward` never changes x;
+`backward` may overwrite dy, the gradient of y. The caller must not change x before the backward
+pass, because `saved` may contain x. The forward passes of several batches may come before their
+backward passes, which may come in any order.
 
-Several batches may be in progress: `forward` of a second batch may be called before `backward` of
-the first batch, and the backward passes may run in any order. A backward pass takes all values from
-its arguments, so the bits of the gradients do not depend on the order of the passes. The code that
-made x must not change x before the backward pass of this batch, because `saved` may contain x.
-
-A layer may also offer the two halves of `backward`, which the schedule of a pipeline (the order of
-a rank's passes) can call at different times:
+A pipeline can call the two halves of `backward` at different times, in any order:
 
     dx = layer.backward_input(parameters, saved, dy)
     layer.backward_weights(parameters, saved, dy, gradients, ready)
 
-If `backward_input` and `backward_weights` are both called, in any order, the results have the same
-bits as those of `backward`. In a layer with parameters, neither method changes dy, and dx shares no
-memory with dy, because the other method may be called later with the same dy. A layer without
-parameters may overwrite dy, or return a view of it.
-
-The axes of y and dx may be in any order in memory; for example, `Features` returns a transposed
-view. The last bits of the next matrix product depend on the order of the axes in memory. An array
-that is copied to another process must therefore keep its strides; see
-`mpidist/pipeline/activation_wire.py`.
-
-A piece is a batch that gets gradients of its own. The first axis of x, y and every gradient has one
-entry per piece. All pieces have equal size; an ordinary batch is a single piece. NumPy's `matmul`
-makes a separate product for each piece, with the same shape and memory layout as for a single
-piece, and no sum runs over the axis of pieces. The results of a piece (a batch) do not depend on
-the number or the values of the other pieces, because no operation combines pieces.
-
-Images have the shape (pieces, channels, height, width, samples). Samples are the last axis, so a
-window of all images consists of a few long runs of memory. The convolution of a piece is one matrix
-product:
+Arrays have one more axis than a batch, in front: its index is the number of a piece, which is a
+batch with gradients of its own. All pieces have equal size, and the results of a piece do not
+depend on the other pieces. Images have the shape (pieces, channels, height, width, samples). The
+convolution of a piece is one matrix product:
 
     weights (out, c k k)  @  columns (c k k, rows cols samples)  ->  (out, rows cols samples)
-
-On one core, for LeNet with batches of 64 samples, one matrix product per piece takes half the time
-of one product per sample.
 """
 
 from __future__ import annotations
@@ -60,7 +37,7 @@ def _nothing(name: str) -> None:
 
 
 class _Fixed:
-    """The base class of layers without parameters: their `backward` only calls `backward_input`."""
+    """The base class of layers without parameters."""
 
     backward_input: Callable[..., Any]
 
@@ -77,10 +54,7 @@ class _Fixed:
 
 
 class Dense(NamedTuple):
-    """Dense layer: ``y = x @ weight + bias`` for x of shape (pieces, samples, inputs).
-
-    A piece is a batch of which the gradients are computed separately.
-    """
+    """Dense layer: ``y = x @ weight + bias`` for x of shape (batches, samples, inputs)."""
 
     name: str
     inputs: int
@@ -122,13 +96,7 @@ class Dense(NamedTuple):
 class Convolution:
     """Convolution of images with square kernels, after `pad` zeros are added at each border.
 
-    The stride is 1. A convolution copies every window of the image into a column of a matrix. All
-    calls use one scratch array for this matrix, because a new allocation would cause page faults,
-    which take half the time of a step. `backward` copies the windows again if another call has
-    overwritten the matrix of windows. If several batches wait for their backward pass, copying
-    again is faster than keeping one matrix for each batch. For a 5 x 5 kernel the matrix is 25
-    times as large as the images, so the matrices of several batches would not stay in the cache,
-    but the one scratch array does.
+    The stride is 1.
     """
 
     def __init__(self, name: str, inputs: int, outputs: int, kernel: int, pad: int = 0):
@@ -211,19 +179,17 @@ class Convolution:
         return columns.reshape(pieces, channels * k * k, rows * cols * samples)
 
     def _room(self, x, shape):
-        """Return the scratch array with this shape; it still has the values of its last use."""
+        """Return the scratch array with this shape; its values are undefined."""
         count = math.prod(shape)
+        # All calls use one array: a new array would have page faults, and several would not stay in
+        # the cache.
         scratch = self._scratch
         if type(scratch) is not type(x) or scratch.size < count or scratch.dtype != x.dtype:
             scratch = self._scratch = array_module(x).empty(count, x.dtype)
         return scratch[:count].reshape(shape)
 
     def _add_up(self, columns, x):
-        """Return the gradient of x: for each element, the sum of `columns` over its windows.
-
-        As a linear map, this function is the transpose of `_pad` followed by `_columns`. Gradients
-        of the padding are left out.
-        """
+        """Return the gradient of x: for each element, the sum of `columns` over its windows."""
         k, pad, (rows, cols) = self.kernel, self.pad, self._size(x)
         columns = columns.reshape(*x.shape[:2], k, k, rows, cols, x.shape[4])
         height, width = x.shape[2] - 2 * pad, x.shape[3] - 2 * pad
@@ -238,19 +204,12 @@ class Convolution:
 
 
 class MaxPool(_Fixed):
-    """Return the largest value of each 2 x 2 square; an odd last row or column is left out.
-
-    `forward` compares pairs of rows first, because rows are long runs of memory. The even and odd
-    columns of a row are copied into two arrays, so that all arithmetic is on contiguous arrays.
-    """
+    """Return the largest value of each 2 x 2 square; an odd last row or column is left out."""
 
     def forward(self, parameters, x):
-        """Return (y, (x, (left, right))): the output, and the values that `backward` needs.
-
-        The arrays left and right have the maxima of each pair of rows: left at even columns, right
-        at odd columns.
-        """
+        """Return (y, (x, (left, right))): the output, and the values that `backward` needs."""
         xp, (height, width) = array_module(x), self._even(x)
+        # Rows are compared first, because they are long runs of memory.
         pairs = xp.maximum(x[:, :, :height:2, :width], x[:, :, 1:height:2, :width])
         pairs = pairs.reshape(*pairs.shape[:3], width // 2, 2, x.shape[4])
         left, right = xp.ascontiguousarray(pairs.transpose(4, 0, 1, 2, 3, 5))
@@ -289,10 +248,7 @@ class Relu(_Fixed):
 
 
 class Images(_Fixed):
-    """Turn x of shape (pieces, samples, channels, height, width) into images, with samples last.
-
-    A piece is a batch of which the gradients are computed separately.
-    """
+    """Turn x of shape (batches, samples, channels, height, width) into images, samples last."""
 
     def forward(self, parameters, x):
         """Return (y, None): `backward` needs nothing."""
@@ -316,10 +272,7 @@ class Features(_Fixed):
 
 
 class Rows(_Fixed):
-    """Flatten x of shape (pieces, samples, ...) to one row of features per sample, as a view.
-
-    A piece is a batch of which the gradients are computed separately.
-    """
+    """Flatten x of shape (batches, samples, ...) to one row of features per sample, as a view."""
 
     def forward(self, parameters, x):
         """Return (y, shape of x): the output, and the values that `backward` needs."""
@@ -335,10 +288,6 @@ def softmax_cross_entropy(scores, labels):
 
     `scores` have the shape (pieces, samples, classes). `labels` are integers from 0, with the shape
     (pieces, samples).
-
-    The largest score of a sample is first subtracted from all its scores, so no exponential
-    overflows. The loss is the logarithm of the sum of exponentials, minus the score of the label.
-    The loss is therefore never the logarithm of a probability that was rounded to zero.
     """
     xp = array_module(scores)
     samples, classes = scores.shape[1:]

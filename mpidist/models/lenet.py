@@ -8,8 +8,7 @@
       dense                   classes
 
 Max pooling and ReLU replace the average pooling and tanh of the paper, because the model then
-trains faster. ReLU comes after max pooling: the result is the same as before pooling, and ReLU has
-a quarter of the work.
+trains faster.
 
 Reference: LeCun, Bottou, Bengio and Haffner, Gradient-based learning applied to document
 recognition, Proc. IEEE 86(11), 1998.
@@ -36,9 +35,7 @@ def lenet(
     """Make LeNet-5 for images of 4 x 4 pixels or more.
 
     Images smaller than 16 x 16 get 3 x 3 kernels, with a border of one zero around each image.
-    Larger images get 5 x 5 kernels, and the first convolution adds a border of two zeros. The paper
-    also adds a border of two zeros: its 32 x 32 images are the 28 x 28 images of MNIST with such a
-    border.
+    Larger images get 5 x 5 kernels, and the first convolution adds a border of two zeros.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Multinomial logistic regression, the smallest model; its loss is convex and easy to check."""
+"""Multinomial logistic regression, the smallest model; its loss is convex."""
 
 from __future__ import annotations
 

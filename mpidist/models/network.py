@@ -4,14 +4,14 @@
     model.loss_and_gradients(batch, gradients, ready)
     model.predict(inputs)
 
-a stage of a pipeline, which computes only some of the layers, uses:
+A stage of a pipeline computes only some of the layers. It uses:
 
     model.layers                          as in `mpidist.models.layers`
     model.initial_parameters(start, stop) of layers[start:stop]
     model.loss(scores, labels)            losses, and the gradient that goes back
 
 A model does not communicate with other ranks. Training code may replace any array in `parameters`
-by another array of the same shape, because every method of the model looks up the arrays again.
+by another array of the same shape.
 """
 
 from __future__ import annotations
@@ -72,21 +72,17 @@ class Network:
 
     @cached_property
     def parameters(self) -> dict:
-        """The parameters of all layers, by name, which training code may replace.
+        """The parameters of all layers, by name: float32 arrays in the order of the forward pass.
 
-        The parameters are float32, in the order of the forward pass. The backward pass computes
-        their gradients in the reverse order. The parameters are made when they are first used,
-        because a stage of a pipeline needs only the parameters of its own layers.
+        Training code may replace them. They are made when they are first used.
         """
         return self.initial_parameters()
 
     def initial_parameters(self, start: int = 0, stop: int | None = None) -> dict:
-        """Return new parameters for ``layers[start:stop]``, equal to those of the whole new model.
+        """Return new parameters for ``layers[start:stop]``, with the values of a new model.
 
-        The random numbers for the layers before `start` are drawn too, because the later numbers
-        follow them. They are drawn and dropped in small parts, so a stage of a pipeline needs no
-        memory for the layers before it. If a layer is split over ranks, only this rank's part is
-        returned, with the same values as in the whole layer.
+        If a layer is split over ranks, only this rank's part is returned. No memory is used for the
+        parameters of other layers.
         """
         stop = len(self.layers) if stop is None else stop
         if not 0 <= start <= stop <= len(self.layers):
@@ -119,8 +115,7 @@ class Network:
 
         `batch` is (inputs, labels); labels are integers from 0. ``ready(name)`` is called as soon
         as the gradient called `name` is final, beginning with the last layer. An empty batch has
-        gradients of zero and loss 0.0, so that a rank without samples can take part in the sum over
-        all ranks.
+        gradients of zero and loss 0.0.
         """
         inputs, labels = batch
         if len(inputs) != len(labels):
@@ -134,9 +129,9 @@ class Network:
     def piece_gradients(self, batch, gradients):
         """Write the gradients of several batches (pieces) of equal size; return their mean losses.
 
-        A piece is a batch with gradients of its own. Inputs, labels and all arrays in `gradients`
-        have an additional first axis, whose index is the number of the piece. The gradients of a
-        piece have the same bits as if `loss_and_gradients` had computed them.
+        Inputs, labels and all arrays in `gradients` have an additional first axis, whose index is
+        the number of the piece. The results of a piece have the same bits as those of
+        `loss_and_gradients`.
         """
         inputs, labels = batch
         if inputs.shape[:2] != labels.shape[:2]:
@@ -205,10 +200,9 @@ class Network:
 
 
 def checked_input(model, inputs, like=None):
-    """Return `inputs` with the dtype and on the device of `like`; check their shape.
+    """Return `inputs` with the dtype and on the device of `like`.
 
-    By default `like` is one of the model's parameters; a stage of a pipeline passes one of its own
-    parameters.
+    Raises ConfigError if `inputs` have a wrong shape.
     """
     check_input_shape(model, inputs)
     like = next(iter(model.parameters.values())) if like is None else like
@@ -223,7 +217,7 @@ def check_input_shape(model, inputs) -> None:
 
 
 def _draw(rng, count: int, spread: float, array) -> None:
-    """Draw normal numbers and write them into `array`; if `array` is None, only advance `rng`."""
+    """Draw `count` normal numbers of deviation `spread` into `array`, or only draw them."""
     flat = None if array is None else array.reshape(-1)
     for i in range(0, count, DRAWN):
         drawn = rng.standard_normal(min(DRAWN, count - i))

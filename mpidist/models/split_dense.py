@@ -7,17 +7,12 @@ All ranks have the same x, and get the same y. With 4 ranks, rank 1 has:
     columns    weight[:, 1/4 to 2/4], bias[1/4 to 2/4]     y: allgather    dx: sum by allreduce
     rows       weight[1/4 to 2/4, :], bias                 y: allreduce    dx: allgather
 
-For n samples, with `columns` both passes together send ``n * outputs`` values by allgather and ``n
-* inputs`` values by allreduce. With `rows` both passes send ``n * inputs`` values by allgather and
-``n * outputs`` values by allreduce. An allreduce sends about twice as many bytes as an allgather of
-as many values. So `columns` suits a layer with more outputs than inputs, such as a classifier with
-many classes, and `rows` suits a layer with more inputs than outputs.
+An allreduce sends about twice as many bytes as an allgather of as many values. So `columns` suits a
+layer with more outputs than inputs, such as a classifier with many classes, and `rows` suits a
+layer with more inputs than outputs.
 
-The ranks together add the same terms as one rank with the whole layer. Gathered values have the
-same bits as in the whole layer, if BLAS computes a part of a product in the same way as the whole
-product. Summed values differ in the last bits, because the order of the additions differs. The
-allreduce adds in a fixed order (its argument `reproducible` is true), so all ranks have the same
-bits, and every run with as many ranks gives the same bits.
+All ranks get the same bits, and every run with as many ranks gives the same bits. The results may
+differ from those of one rank with the whole layer in the last bits.
 
 Reference: Shoeybi et al., Megatron-LM, 2019, arXiv:1909.08053.
 """
@@ -45,8 +40,8 @@ class SplitDense:
 
     Collective over `comm`, as are the methods `forward`, `backward` and `backward_input`: all ranks
     call them in the same order, with the same batch. `x` and `y` have shape (pieces, samples,
-    features), and every rank has all features. Each rank computes the gradients of its part, and
-    updates this part.
+    features), and every rank has all features. A piece is a batch with gradients of its own. Each
+    rank computes the gradients of its part of the weights, and updates this part.
 
     Parameters
     ----------
@@ -115,9 +110,9 @@ class SplitDense:
         return (everything, mine) if self.split == "columns" else (mine, everything)
 
     def forward(self, parameters, x):
-        """Return (y, x): the output, and the values that `backward` needs. Collective over `comm`.
+        """Return (y, x): the output, and the values that `backward` needs.
 
-        Every rank gets all features of `y`.
+        Collective over `comm`.
         """
         weight, bias = parameters[f"{self.name}.weight"], parameters[f"{self.name}.bias"]
         with call_guard(self.comm, "SplitDense.forward"):
@@ -132,7 +127,8 @@ class SplitDense:
     def backward(
         self, parameters, x, dy, gradients, ready: Callable[[str], None] = _nothing, first=False
     ):
-        """Write the gradients of this rank's part; return dx, or None for the first layer.
+        """Write the gradients of this rank's part; return the gradient of x, or None for the first
+        layer.
 
         Collective over `comm`, unless the layer is the first layer.
         """

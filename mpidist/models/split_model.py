@@ -2,7 +2,7 @@
 
     split={"dense2": "columns"}     dense2 becomes a `SplitDense`; all other layers are copies
 
-Only `split_model` needs MPI, because the new layers have a communicator.
+Only `split_model` needs MPI.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ def check_split_settings(split, split_ranks) -> None:
 
 
 def split_ways(size: int, others: int, split_ranks: int | None) -> int:
-    """Return how many of `size` ranks share each split layer.
+    """Return over how many of `size` ranks each layer is split.
 
-    `others` is the number of stages of the pipeline times the number of its replicas, or 0 if this
-    product is not known. `split_ranks` is the requested number of ranks, or None for as many as
-    possible.
+    `others` is the number of stages of the pipeline times the number of its replicas, or 0 if it is
+    not known. `split_ranks` is the requested number of ranks, or None for as many as possible.
     """
     if split_ranks is None and not others:
         raise ConfigError("split needs stages, cuts, replicas or split_ranks; give stages")
@@ -61,10 +60,7 @@ def split_ways(size: int, others: int, split_ranks: int | None) -> int:
 
 
 def check_layers_of_split(model, optimizer, split: Mapping[str, str], ranks: int) -> None:
-    """Raise ConfigError if a layer is not in the model, or too small for so many ranks.
-
-    Also raises ConfigError for an optimizer that needs whole arrays.
-    """
+    """Raise ConfigError if the model cannot be split as `split` says over `ranks` ranks."""
     if not getattr(optimizer, "elementwise", False):
         kind = getattr(optimizer, "name", type(optimizer).__name__)
         raise ConfigError(
@@ -89,16 +85,12 @@ def check_layers_of_split(model, optimizer, split: Mapping[str, str], ranks: int
 
 
 def dense_layers(model) -> dict[str, int]:
-    """Return the names of the dense layers of a model, and their places in ``model.layers``."""
+    """Return a dict from the name of each dense layer to its index in ``model.layers``."""
     return {layer.name: k for k, layer in enumerate(model.layers) if isinstance(layer, Dense)}
 
 
 def split_model(model, comm, split: Mapping[str, str]) -> Any:
-    """Return a copy of a model in which each rank has only parts of some layers. Collective.
-
-    The parts have the values of `model`. This function does not make parameters that the model has
-    not made yet. The layers that are not split keep the arrays of `model` itself, not copies.
-    """
+    """Return a copy of a model in which each rank has only parts of some layers. Collective."""
     dense = dense_layers(model)
     new = copy.copy(model)
     new.layers = list(model.layers)
@@ -115,7 +107,7 @@ def split_model(model, comm, split: Mapping[str, str]) -> Any:
 
 
 def _part(array, window, shape):
-    """Return a contiguous copy of a part of an array; return arrays of other shapes as they are."""
+    """Return a contiguous copy of a part of an array; return an array of a wrong shape as it is."""
     # `checked_arrays` later raises an error for a missing array or an array of another shape.
     if array is None or tuple(array.shape) != tuple(shape):
         return np.empty(()) if array is None else array
@@ -123,11 +115,7 @@ def _part(array, window, shape):
 
 
 def parts_of(model) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the parameters of which this rank has only a part: {name: (whole shape, start)}.
-
-    Start is the index in the whole parameter at which the part begins. A parameter that this rank
-    has completely, such as the bias of a layer split by rows, is left out.
-    """
+    """Return the parameters of which this rank has only a part: {name: (whole shape, start)}."""
     found = {}
     for layer in model.layers:
         if not hasattr(layer, "window"):

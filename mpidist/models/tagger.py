@@ -30,8 +30,7 @@ class Tagger:
     hidden : int
         Units of the hidden layer; 0 means no hidden layer.
     seed : int
-        Seed of the weights (He et al., 2015). The biases of the scores begin at -4, because most
-        entities are absent from a sample.
+        Seed of the weights (He et al., 2015).
 
     Attributes
     ----------
@@ -60,8 +59,7 @@ class Tagger:
     ) -> float:
         """Write the gradient of the mean loss over `batch` and return the mean loss.
 
-        `batch` is (inputs, labels). Labels are an array of zeros and ones of shape (samples,
-        classes).
+        `batch` is (inputs, labels). Labels are zeros and ones of shape (samples, classes).
         """
         inputs, labels = batch
         if tuple(labels.shape) != (len(inputs), self.classes):
@@ -118,11 +116,11 @@ def hit_at_one(scores, labels) -> float:
 def gap(scores, labels, top: int = 20) -> float:
     """Return the global average precision over the `top` scores of every sample.
 
-    The `top` highest scores of every sample are ranked together. The precision at a position of
-    this ranking is the fraction of the scores up to this position that belong to true entities
+    The `top` highest scores of every sample are ranked together, the highest first. The precision
+    at a position of this ranking is the fraction of scores up to there that belong to true entities
     (labels that the sample has). The result is the sum of the precisions at the positions of the
-    true entities in the ranking, divided by the number of all true entities. A sample with more
-    than `top` true entities counts as if it had `top`. Abu-El-Haija et al., 2016, arXiv:1609.08675.
+    true entities, divided by the number of all true entities, of which a sample counts at most
+    `top`. Abu-El-Haija et al., 2016, arXiv:1609.08675.
     """
     scores, labels = _on_host(scores), _on_host(labels).astype(bool)
     top = min(top, scores.shape[1])

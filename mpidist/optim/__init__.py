@@ -1,8 +1,7 @@
 """Optimizers as (init, update) pairs over dicts of arrays, and learning-rate schedules.
 
-An optimizer does not communicate with other ranks. With allreduce, each worker applies the
-optimizer to the averaged gradients. A parameter server applies the optimizer to the gradients that
-workers send. The same gradients give the same bits on a worker and on a parameter server.
+With allreduce, each worker applies the optimizer to the averaged gradients; a parameter server
+applies it to the gradients that workers send.
 """
 
 from __future__ import annotations
@@ -53,10 +52,9 @@ def from_settings(name: str, settings: Mapping) -> Optimizer:
 
     `settings` are the keyword arguments of the function with that name, such as `sgd`. ``lr`` may
     be a number, or a table with the key ``schedule`` and the keywords of that schedule, as in
-    ``{"lr": {"schedule": "cosine", "lr": 0.05, "steps": 2000}}``; the attribute
-    ``Optimizer.settings`` has the same form as `settings`. The key ``clip_norm`` makes an optimizer
-    that clips gradients (see `clipped`). Raises ConfigError for an unknown name or key (the message
-    suggests the nearest known one), or for a missing key.
+    ``{"lr": {"schedule": "cosine", "lr": 0.05, "steps": 2000}}``. The key ``clip_norm`` makes an
+    optimizer that clips gradients (see `clipped`). Raises ConfigError for an unknown name or key,
+    or for a missing key.
     """
     settings = dict(settings)
     clip_norm = settings.pop("clip_norm", None)

@@ -13,16 +13,11 @@ def adagrad(lr: Rate, eps: float = 1e-7, weight_decay: float = 0.0) -> Optimizer
     """Make the AdaGrad optimizer, ``s += g * g; p -= lr * g / (sqrt(s) + eps)``.
 
     The first step of an element has the length `lr`, whatever the scale of the gradient, and later
-    steps get shorter. If the gradient of an element is seldom nonzero, as for a rare feature, the
-    steps of the element stay long. Without `weight_decay` a zero gradient changes nothing. An
-    update of some rows then equals, to the last bit, an update of all rows with zero gradients for
-    the other rows. With `weight_decay`, an update of some rows skips the weight decay of the other
-    rows.
+    steps get shorter. An element whose gradient is seldom nonzero, as for a rare feature, keeps
+    long steps.
 
-    Pitfalls: the steps get shorter and shorter. On an asynchronous parameter server, the gradient
-    of each of k workers is an update of its own, with the weight 1/k. An update of weight w adds
-    ``w * g * g`` to s, so k updates of weight 1/k with equal gradients make s as large as one
-    update of weight 1.
+    If a gradient has only some rows of a parameter, the other rows do not change. Without
+    `weight_decay`, the result has the same bits as with zero gradients for the other rows.
 
     Parameters
     ----------

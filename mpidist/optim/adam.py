@@ -25,22 +25,15 @@ def adam(
         v = beta2 v + (1 - beta2) g^2      mean of squares
         p -= lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p)
 
-    Pitfalls: the size of a step does not depend on the scale of the gradient. Scaling the gradients
-    that are sent to a parameter server therefore has no effect; pass ``update`` a `weight`, which
-    scales `lr`, instead. The means of gradients and of squares decay with every update. On an
-    asynchronous server, every gradient that a worker sends is an update, so the means decay several
-    times per global step. A server that updates one part of an array computes the same bits as a
-    worker that updates the whole array, because Adam never sums over an array. In float16 the
-    default `eps` would be rounded to zero, which `init` refuses: keep float32 parameters, or pass
+    Scaling the gradients has no effect; pass ``update`` a `weight`, which scales `lr`, instead. An
+    asynchronous parameter server makes one update for every gradient that a worker sends, so the
+    two means decay several times per global step. `init` refuses an `eps` that the dtype of the
+    parameters rounds to zero, as float16 does with the default: keep float32 parameters, or pass
     ``eps=1e-4``.
 
     If a gradient has only some rows of a parameter, the other rows do not change, and their two
-    means do not decay in this update; t counts all updates. So both means of a row are means of the
-    gradients of this row, even if the row rarely has a gradient. An update of all rows with zero
-    gradients would be different: both means of a row would decay, and updates after the row's
-    gradient would still move the row. With gradients of some rows or of all rows, the first
-    gradient of a row moves the row by `lr` if it comes at t = 1, and by up to ``lr (1 - beta1) /
-    sqrt(1 - beta2)`` if it comes later.
+    means do not decay. With a gradient of zeros in the other rows, the means would decay and still
+    move these rows.
 
     Parameters
     ----------

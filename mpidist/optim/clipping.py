@@ -3,10 +3,8 @@
     norm = sqrt(sum of the squares of all elements of all gradients)
     g *= max_norm / norm      where norm > max_norm
 
-Clipping needs no messages: after the allreduce every rank has the same gradients, and equal bits
-give equal norms. The sum of squares has the same bits on every kind of processor, because it is
-computed in float64, in NumPy's own order and without BLAS. Ranks on different processors therefore
-keep equal parameters.
+Clipping needs no messages: after an allreduce every rank has the same gradients. The norm has the
+same bits on every kind of processor.
 
 Reference: Pascanu, Mikolov and Bengio, On the difficulty of training recurrent neural networks,
 ICML 2013, arXiv:1211.5063.
@@ -31,8 +29,7 @@ def clip_by_global_norm(gradients: Mapping, max_norm: float) -> float:
     The global norm is the square root of the sum of squares over all gradients. Returns the norm
     before scaling. With allreduce, call this function after the allreduce. With parameter servers,
     call this function before the gradients are sent; each worker then clips its own gradients.
-    Gradients whose norm is not finite are not changed, so that a NaN or an infinity shows in the
-    loss.
+    Gradients whose norm is not finite are not changed.
     """
     max_norm = _check(max_norm)
     norm = global_norm(gradients)
@@ -46,9 +43,8 @@ def clipped(optimizer: Optimizer, max_norm: float) -> Optimizer:
     """Return an optimizer that clips the gradients to a global norm of `max_norm` before updates.
 
     Use the returned optimizer with `md.train` and AllReduce, or in your own loop. In a job file,
-    set ``clip_norm = 1.0`` in the table of the optimizer. An optimizer that clips cannot update an
-    array part by part, because the norm is a sum over all tensors. A parameter server has only some
-    of the tensors. Parameter servers therefore use the inner optimizer (without clipping), and take
+    set ``clip_norm = 1.0`` in the table of the optimizer. The returned optimizer cannot update an
+    array part by part. Parameter servers therefore use the optimizer without clipping, and take
     `max_norm` as their ``clip_norm``.
     """
     max_norm = _check(max_norm)
@@ -86,6 +82,7 @@ def _squares(gradient) -> float:
     if xp is not np:
         return float(xp.sum(xp.square(gradient, dtype=np.float64)))
     flat = gradient.reshape(-1)
+    # float64 without BLAS has the same bits on every kind of processor.
     pieces = (flat[start : start + PIECE] for start in range(0, flat.size, PIECE))
     return float(sum(np.square(piece, dtype=np.float64).sum() for piece in pieces))
 

@@ -17,17 +17,13 @@ def ftrl(lr: Rate, beta: float = 1.0, l1: float = 0.0, l2: float = 0.0) -> Optim
         z += lr g - (sqrt(n + g^2) - sqrt(n)) p;    n += g^2
         p = -(z - sign(z) lr l1) / (beta + sqrt(n) + lr l2)     or 0 where abs(z) <= lr l1
 
-    In the usual form of FTRL, z is not multiplied by `lr`. Here z is multiplied by `lr`, so that a
-    schedule or the weight of an update scales each gradient. With ``l1 = l2 = 0`` FTRL is AdaGrad,
-    ``p -= lr g / (beta + sqrt(n))``. At the first nonzero gradient of an element, its z is set so
-    that the formula for p gives the present value of the element. A zero gradient changes nothing.
-    An update of some rows therefore equals, to the last bit, an update of all rows with zero
-    gradients for the other rows.
+    Unlike in the usual form of FTRL, z is multiplied by `lr`, so that a schedule scales each
+    gradient. With ``l1 = l2 = 0`` FTRL is AdaGrad, ``p -= lr g / (beta + sqrt(n))``. At the first
+    nonzero gradient of an element, its z is set so that the formula for p gives the present value
+    of the element. If a gradient has only some rows of a parameter, the result has the same bits as
+    with zero gradients for the other rows.
 
-    Pitfalls: an element that begins at 0 stays 0 until its gradients add up to more than `l1`. On
-    an asynchronous parameter server, the gradient of each of k workers is an update of its own,
-    with the weight 1/k. An update of weight w adds ``w * g * g`` to n, so k updates of weight 1/k
-    with equal gradients make n as large as one update of weight 1.
+    An element that begins at 0 stays 0 until its gradients add up to more than `l1`.
 
     Parameters
     ----------

@@ -11,20 +11,13 @@ from .schedules import Rate, check_range
 def momentum(lr: Rate, beta: float = 0.9, weight_decay: float = 0.0) -> Optimizer:
     """Make an optimizer with heavy-ball momentum, ``v = beta * v + g; p -= lr * v``.
 
-    Over its own and all later updates, a gradient g moves the parameters by ``lr / (1 - beta) * g``
-    in total. With beta=0.9, a gradient moves the parameters ten times as far as in plain gradient
-    descent with the same `lr`. On an asynchronous parameter server, the velocity decays with every
-    gradient that a worker sends, not with every global step. The total distance that a gradient
-    moves the parameters stays the same, but old gradients lose their effect sooner. The faster
-    decay makes asynchronous training more stable, because stale gradients also act like momentum.
-    The velocity is a sum of gradients and does not contain `lr`, so a lower `lr` takes effect at
-    once.
+    In total, a gradient g moves the parameters by ``lr / (1 - beta) * g``: with beta=0.9, ten times
+    as far as in plain gradient descent with the same `lr`. On an asynchronous parameter server, the
+    velocity v decays with every gradient that a worker sends, not with every global step.
 
-    If a gradient has only some rows of a parameter, the other rows do not change. The velocity of a
-    row without a gradient does not decay, and acts again when the row gets its next gradient. A row
-    that gets a gradient in one of k updates is trained as if only these updates existed. The row
-    moves as far in total, ``lr / (1 - beta) * g`` per gradient, but later than with zero gradients
-    in the other updates.
+    If a gradient has only some rows of a parameter, the other rows do not change, and their
+    velocity does not decay. With a gradient of zeros in the other rows, their velocity would decay
+    and still move them.
 
     Parameters
     ----------

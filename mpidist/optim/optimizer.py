@@ -3,16 +3,13 @@
     state = optimizer.init(parameters)                     # {"step": 0-d int64, ...}
     optimizer.update(gradients, state, parameters)         # in place, gradients untouched
 
-The state of an optimizer is a dict. A state contains arrays by parameter name, such as
-``{"velocity": {name: array}}``, and two 0-d NumPy arrays, ``step`` (int64, the number of updates)
-and ``progress`` (float64, the sum of the updates' weights). Checkpoints contain the whole state.
-`update` changes ``step`` and ``progress`` in place, and code that restores a checkpoint may write
-new values into them.
+The state of an optimizer is a dict. It contains arrays by parameter name, such as ``{"velocity":
+{name: array}}``, and two 0-d NumPy arrays, ``step`` (int64, the number of updates) and ``progress``
+(float64, the sum of the updates' weights). Checkpoints contain the whole state.
 
 An elementwise optimizer computes each element of a parameter from the same element of the gradient
-and the state, with no sum over an array. With an elementwise optimizer, updating an array part by
-part gives the same bits as updating the whole array. Parameter servers can therefore split large
-arrays, and an elementwise update can work on pieces of an array that fit into the cache.
+and of the state. With an elementwise optimizer, updating an array part by part gives the same bits
+as updating the whole array, so parameter servers can split large arrays.
 
 The gradient of a parameter may be a tuple (rows, values) for some rows of the first axis, as for an
 embedding. The update then reads and writes only these rows: see `row_gradients`.
@@ -40,10 +37,9 @@ PIECE = 1 << 16
 class Optimizer:
     """A named pair of functions, `init` and `update`, which do not communicate.
 
-    `update` may have an attribute ``bind``. ``bind(gradients, state, parameters)`` then returns a
-    function of `weight`, which updates the given arrays without looking them up again. ``bind``
-    returns None if such a function would save no time. An update by ``bind`` has the same bits as
-    an update by `update`.
+    `update` may have an attribute ``bind``. ``bind(gradients, state, parameters)`` returns a
+    function of `weight`, which updates the given arrays with the same bits as `update` but in less
+    time, or None.
 
     Attributes
     ----------
@@ -53,13 +49,11 @@ class Optimizer:
         ``init(parameters) -> state``; `parameters` is a dict of floating-point arrays.
     update : callable
         ``update(gradients, state, parameters, weight=1.0)`` changes `state` and `parameters` in
-        place and does not change `gradients`. `weight` multiplies the learning rate of this update.
-        `weight` is also added to ``progress``, the argument of the schedule. A parameter server may
-        make a separate update for the gradients of each worker; `weight` is then the worker's share
-        of the global batch. Together, k updates of weight 1/k move the parameters as far, and
-        advance the schedule as much, as one update of weight 1. Scaling the gradients instead of
-        the learning rate would not work, because Adam ignores the scale of gradients. If `update`
-        gets only some of the parameters that `init` got, it updates only these parameters.
+        place and does not change `gradients`. `weight` multiplies the learning rate of this update,
+        and is added to ``progress``, the argument of the schedule. A parameter server may make a
+        separate update for the gradients of each worker; `weight` is then the worker's part of the
+        global batch. If `update` gets only some of the parameters that `init` got, it updates only
+        these parameters.
     elementwise : bool
         True if updating the parts of an array one by one gives the same bits as updating the whole
         array.
@@ -67,12 +61,10 @@ class Optimizer:
         The arguments of the function that made the optimizer, as numbers and strings, for summaries
         and checkpoints.
     rows : str
-        "": `update` takes whole gradients only. "lazy": a gradient may also be a tuple
-        ``(rows, values)`` with distinct rows of the first axis. Only these rows of the parameter
-        and of the state change: in the other rows no running mean decays, and no weight decay
-        applies. "exact": as "lazy", and in addition a zero gradient changes nothing. The update of
-        some rows then has the same bits as an update of all rows with zero gradients in the other
-        rows.
+        "": `update` takes whole gradients only. "lazy": a gradient may also be a tuple ``(rows,
+        values)`` with distinct rows of the first axis, and `update` changes nothing in the other
+        rows. "exact": as "lazy", and in addition the result has the same bits as with zero
+        gradients in the other rows.
     inner : Optimizer or None
         The optimizer that gets the gradients after they are clipped (see `clipped`); None if this
         optimizer does not clip gradients.
@@ -132,8 +124,8 @@ def elementwise(
         which begins with zeros.
     coefficients
         ``coefficients(rate, count, weight)`` returns all scalars of update number `count` (from 1);
-        `rate` is the learning rate times the update's `weight`. These scalars are computed once per
-        update in double precision; the kernel gets them in the dtype of the parameter.
+        `rate` is the learning rate times the update's `weight`. The kernel gets these scalars in
+        the dtype of the parameter.
     kernel
         ``kernel(parameter, gradient, *slots, scratch, *coefficients)`` works in place on some
         elements of the parameter and the same elements of the state arrays; `scratch` is an
@@ -224,11 +216,7 @@ def _gradient(optimizer: str, gradients: Mapping, name: str, parameter):
 def _pieces(arrays: tuple) -> Iterator[tuple]:
     """Cut `arrays` (of one shape) into pieces; yield a tuple of arrays for each piece.
 
-    A tuple has a view of each array, and a scratch array of the size of the piece.
-
-    Only contiguous NumPy arrays are cut into pieces. A GPU array is not cut, because one kernel
-    launch for the whole array is fastest. An array with gaps in memory is not cut, because it has
-    no 1-D view.
+    Only contiguous NumPy arrays are cut; other arrays are one piece.
     """
     first = arrays[0]
     plain = all(isinstance(a, np.ndarray) and a.flags.c_contiguous for a in arrays)

@@ -5,9 +5,8 @@
                 2 . . .                # # #
                 3 # # #
 
-The rows of the parameter and of the state that have a gradient are copied. The kernel (the function
-of the optimizer that computes the update) works on the copies, which are then written back. The
-other rows are neither read nor written.
+The rows of the parameter and of the state that have a gradient are copied. The optimizer updates
+the copies, which are then written back. The other rows are neither read nor written.
 """
 
 from __future__ import annotations
@@ -21,9 +20,6 @@ from ..errors import ConfigError
 
 def checked_rows(where: str, gradient: tuple, parameter) -> tuple:
     """Check a gradient (rows, values) of a parameter, and return it.
-
-    The parameter has the shape (n, ...), or it is a flat array of its rows, as on a parameter
-    server. `where` begins the text of an error.
 
     Raises
     ------
@@ -60,8 +56,7 @@ def row_groups(group: tuple, most: int) -> Iterator[tuple]:
 
     The caller changes the copies in place; they are then written back to the arrays. `group` is
     (parameter, (rows, values), state arrays). Each yielded tuple is (parameter, values, state
-    arrays, scratch). Its arrays have at most about `most` elements, so that they fit the cache of
-    the processor; scratch has no values yet.
+    arrays, scratch), with arrays of at most about `most` elements.
     """
     parameter, (rows, values), *slots = group
     width = max(1, values[:1].size)

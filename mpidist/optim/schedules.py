@@ -1,10 +1,7 @@
 """Learning rates as functions of the step: constant, cosine and step decay.
 
 A schedule is called with the number of updates so far and returns the learning rate of the next
-update. The number of updates is a float, because on a parameter server the update of a worker
-counts as a fraction (the worker's share of a global batch). Any callable ``step -> float`` is a
-valid schedule. The schedules in this module also have a name and settings, which are stored in the
-summary of a run and in its checkpoints.
+update. Any callable ``step -> float`` is a valid schedule.
 """
 
 from __future__ import annotations
@@ -45,8 +42,7 @@ def cosine(lr: float, steps: int, warmup: int = 0, final: float = 0.0) -> Schedu
     """Return a schedule: a linear warm-up, then half a cosine from `lr` to `final` at step `steps`.
 
     During the warm-up the rate is ``lr * (step + 1) / warmup`` while ``step < warmup``, so the
-    first update already moves the parameters. After `steps` updates the rate stays `final`, so with
-    ``final=0`` further training changes nothing.
+    first update already moves the parameters. After `steps` updates the rate stays `final`.
 
     References
     ----------
@@ -110,10 +106,7 @@ def as_schedule(lr: Rate) -> Schedule:
 def check_range(
     maker: str, name: str, value: float, high: float = math.inf, kind: str = "a number"
 ) -> float:
-    """Return an argument as a float; raise ConfigError unless 0 <= `value` < `high`.
-
-    The error names the function `maker` and its argument `name`, and says that `kind` is expected.
-    """
+    """Return an argument as a float; raise ConfigError unless 0 <= `value` < `high`."""
     if isinstance(value, bool | np.bool_) or not hasattr(value, "__float__") or np.ndim(value):
         raise ConfigError(f"{maker}: {name} is {value!r}, expected {kind}")
     if not 0 <= float(value) < high:

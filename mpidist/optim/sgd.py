@@ -1,4 +1,4 @@
-"""Plain gradient descent (SGD): all synchronous modes of training give the same result with it."""
+"""Plain gradient descent (SGD)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from .schedules import Rate, check_range
 def sgd(lr: Rate, weight_decay: float = 0.0) -> Optimizer:
     """Make the optimizer of gradient descent, ``p -= lr * (g + weight_decay * p)``.
 
-    The update of SGD is linear in the gradient. On an asynchronous parameter server, the gradient
-    of each of k workers is an update of its own, whose weight 1/k multiplies `lr`. Such k updates
-    of weight 1/k equal one update with the mean gradient, if all gradients are computed at the same
-    parameters, `lr` does not change between the updates, and `weight_decay` is 0. A parameter
-    server in synchronous mode (stale synchronous parallel, SSP, with staleness 0: no worker is a
-    step ahead of another) therefore gives the same result as serial training.
+    If all gradients are computed at the same parameters, with the same `lr` and without
+    `weight_decay`, k updates of weight 1/k equal one update with the mean gradient. A parameter
+    server in synchronous mode then gives the same result as serial training.
 
-    If a gradient has only some rows of a parameter, the weight decay of the other rows is skipped.
-    Without weight decay, the result is the same as with a gradient that has zeros in the other
-    rows.
+    If a gradient has only some rows of a parameter, the other rows do not change, not even by
+    weight decay.
 
     Parameters
     ----------

@@ -1,11 +1,8 @@
 """Pipelines: the stages of a model compute at the same time, each for another microbatch.
 
-`md.Stage` runs a pipeline on the ranks of a communicator. The rest of this folder needs no MPI.
-`read_profile` reads the times and sizes of a model's layers, and `cut` chooses the stages.
-`action_lists` returns, for a schedule, what each rank computes, sends and receives, in order.
-`check_actions` proves that such lists are right, `simulate_actions` estimates how long they take,
-and `draw_actions` shows them as a timeline. `plan_stages` decides which rank has which layers, and
-in which order the rank computes its microbatches. `why_no_stages` says why a model cannot be cut.
+`md.Stage` runs a pipeline on the ranks of a communicator. `read_profile` reads the times and sizes
+of a model's layers, and `cut` chooses the stages from them. `plan_stages` decides which rank has
+which layers, and in which order the rank computes its microbatches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Timelines of pipelines in Chrome's trace format, for chrome://tracing and Perfetto.
 
-Each computation is an event of the kind ``X`` (an event with a duration). The thread number of an
-event is the rank. Times are in microseconds since the first event.
+Each computation is an event with a duration (``X``); the thread number of an event is the rank.
+Times are in microseconds since the first event.
 """
 
 from __future__ import annotations
@@ -45,12 +45,7 @@ def chrome_trace(spans: Iterable[tuple[int, str, int, int, float, float]]) -> di
 
 
 def logged_spans(folder: Path) -> list[tuple[int, str, int, int, float, float]]:
-    """Read the event logs of a run; return the computations of its newest step, for `chrome_trace`.
-
-    `folder` is the folder to which `mpidist train` has written the run.
-
-    Raises ConfigError if the logs contain no step.
-    """
+    """Read the event logs of a run; return the computations of its newest step."""
     found = []
     for file in sorted(folder.glob("events/rank-*.jsonl")):
         newest = None

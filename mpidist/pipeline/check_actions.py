@@ -1,10 +1,9 @@
 """Prove that the lists of actions (computations and messages) of a pipeline are right.
 
-The check runs no pipeline: it plays through the lists of all ranks with the rules of MPI for
-messages. A message has arrived when the sender has begun the send and the receiver has begun the
-receive. For each pair of neighbouring chunks and each direction, the messages have a tag of their
-own. MPI matches the sends and receives of one tag in the order in which they are begun. So the
-sender and the receiver must begin them in the same order.
+Nothing is computed or sent: the check plays through the lists of all ranks with the rules of MPI. A
+message has arrived when the sender has begun the send and the receiver has begun the receive.
+Between two ranks, sends and receives must begin in the same order, for each pair of neighbouring
+chunks (groups of consecutive layers) and each direction.
 """
 
 from __future__ import annotations
@@ -39,12 +38,11 @@ class ActionFacts(NamedTuple):
         For each rank, the largest number of (chunk, microbatch) pairs whose data the rank keeps at
         the same time. A chunk is a group of consecutive layers.
     versions : dict of (chunk, microbatch) -> int
-        The version of the weights that the forward pass uses, if each backward pass updates the
-        weights. Version v are the weights after v updates. The backward pass must use the same
-        version as the forward pass.
+        The number of updates before the forward pass, if each backward pass updates the weights.
+        The backward pass must use the same weights as the forward pass.
     versions_kept : list of int
-        For each rank, the largest number of versions of its weights that the rank needs at the
-        same time.
+        For each rank, the largest number of versions of its weights that the rank needs at the same
+        time.
     """
 
     stash: list[int]
@@ -55,11 +53,11 @@ class ActionFacts(NamedTuple):
 def check_actions(
     lists: Sequence[Sequence[StageAction]], *, chunks: int | None = None, blocking: bool = False
 ) -> ActionFacts:
-    """Check the action lists of a pipeline's ranks; return how much data the ranks must keep.
+    """Check the computations and messages of a pipeline's ranks; return what they must keep.
 
-    Right lists have three properties. Every microbatch goes once forward and once backward through
-    every chunk (group of consecutive layers). Each message has a sender and a receiver, which have
-    the messages in the same order. The ranks never wait for each other for ever.
+    In right lists, every microbatch goes once forward and once backward through every chunk (group
+    of consecutive layers), each message has a sender and a receiver, and the ranks never wait for
+    each other for ever.
 
     Parameters
     ----------
@@ -111,19 +109,13 @@ def _check_complete(lists, p: int, chunks: int) -> None:
 
 
 def sender_of(one: StageAction, p: int) -> tuple[int, StageAction]:
-    """Return the sending rank and the send action that belong to the receive action `one`.
-
-    `p` is the number of stages.
-    """
+    """Return the sending rank and its send, for the receive `one`."""
     kind, other = (SEND_F, one.chunk - 1) if one.kind == RECV_F else (SEND_B, one.chunk + 1)
     return other % p, StageAction(kind, other, one.microbatch)
 
 
 def receiver_of(one: StageAction, p: int) -> tuple[int, StageAction]:
-    """Return the receiving rank and the receive action that belong to the send action `one`.
-
-    `p` is the number of stages.
-    """
+    """Return the receiving rank and its receive, for the send `one`."""
     kind, other = (RECV_F, one.chunk + 1) if one.kind == SEND_F else (RECV_B, one.chunk - 1)
     return other % p, StageAction(kind, other, one.microbatch)
 
@@ -146,10 +138,7 @@ def _check_order_of_messages(lists, p: int) -> None:
 
 
 def needed_before(one: StageAction, chunks: int) -> list[StageAction]:
-    """Return the actions that a rank must have done before its computation or send `one`.
-
-    `chunks` is the number of chunks (groups of consecutive layers) of the model.
-    """
+    """Return what a rank must have computed or received before it does `one`."""
     kind, chunk, i = one
     if kind == F:
         return [StageAction(RECV_F, chunk, i)] if chunk else []
@@ -160,17 +149,7 @@ def needed_before(one: StageAction, chunks: int) -> list[StageAction]:
 
 
 def play_actions(lists, p: int, chunks: int, blocking: bool = False, replicas=None) -> None:
-    """Check that all ranks can finish their lists of actions, by playing the lists.
-
-    Nothing is computed or sent. Each rank does its actions in order, until all are done or no rank
-    can go on.
-
-    Raises ConfigError if a rank could never finish its list. `p` is the number of stages, and
-    `chunks` the number of chunks (groups of consecutive layers) of the model. There are more lists
-    than stages if stages have replicas (several ranks that take turns in the microbatches).
-    `replicas`, the number of ranks of each stage, is needed if the lists contain updates (actions
-    of the kind ``U``).
-    """
+    """Raise ConfigError if a rank could never finish its computations and messages."""
     at, begun, moved = [0] * len(lists), set(), True
     split = {one[1:] for each in lists for one in each if one.kind == I}
     while moved:
@@ -214,12 +193,7 @@ def _may_end(one, p, chunks, begun, blocking, split, replicas) -> bool:
 
 
 def stash_of(each) -> int:
-    """Return the largest number of microbatches whose data a rank keeps, from its actions.
-
-    A rank keeps the data of a microbatch from its forward pass until its backward pass is complete.
-    If the rank has several chunks (groups of consecutive layers), a microbatch counts once for each
-    chunk.
-    """
+    """Return the largest number of microbatches whose data a rank keeps at the same time."""
     kept = most = 0
     for one in each:
         kept += (one.kind == F) - (one.kind in (B, W))

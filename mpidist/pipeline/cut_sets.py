@@ -1,10 +1,7 @@
 """The places at which a model may be cut, as downward closed sets of layers.
 
 A set of layers is *downward closed* if each layer that feeds a layer of the set is in the set, too.
-Cuts into stages are a growing chain of such sets, from no layer to all layers. Each stage has the
-layers by which one set is larger than the set before. So each layer's inputs come from its own
-stage or from earlier ones. A model that is a chain of n layers has n + 1 downward closed sets; a
-model with branches has more.
+Each cut has such a set of layers before it, so that no layer needs the output of a later stage.
 """
 
 from __future__ import annotations
@@ -22,9 +19,6 @@ MOST_SETS = 20_000
 
 def cut_sets(profile: LayerProfile, most: int = MOST_SETS) -> tuple[np.ndarray, bool]:
     """Return the sets of layers after which a model may be cut (only some, if there are many).
-
-    A set is downward closed: each layer that feeds a layer of the set is in the set, too. If there
-    are more than `most` such sets, only some of them are returned.
 
     Returns
     -------
@@ -60,13 +54,7 @@ def bit_rows(masks: Sequence[int], n: int) -> np.ndarray:
 
 
 def crossing_bytes(profile: LayerProfile, sets: np.ndarray) -> np.ndarray:
-    """Return, for each set of layers, the bytes that are sent if the model is cut after the set.
-
-    These are the bytes of the outputs of layers in the set that layers outside the set use, for one
-    microbatch. `sets` is an array (sets, layers) of bool.
-
-    An output counts once, even if several layers outside the set use it.
-    """
+    """Return, for each set of layers, the bytes that are sent if the model is cut after the set."""
     last = np.zeros(sets.shape, bool)
     for a, b in profile.edges:
         last[:, a] |= sets[:, a] & ~sets[:, b]

@@ -56,8 +56,7 @@ def check_drawing(file: str | Path, ranks: int) -> None:
 def save_drawing(run: SimulatedRun, file: str | Path, title: str = "") -> None:
     """Draw a simulated run into a file: a row for each rank, a bar for each computation.
 
-    `run` is the result of `simulate_actions`, and `title` stands above the drawing. If a bar is
-    wide enough, the number of the microbatch stands in the bar.
+    `run` is the result of `simulate_actions`, and `title` stands above the drawing.
     """
     ranks = 1 + max((span.rank for span in run.spans), default=0)
     check_drawing(file, ranks)

@@ -9,11 +9,9 @@ is an input of the second node. Times are in milliseconds, sizes in bytes:
     node5 -- LSTM -- forward_compute_time=3.2, ..., activation_size=[6291456.0; 131072.0], ...
         node2 -- node5
 
-If a node has several outputs, ``activation_size`` is the list of their sizes, and their sum is
-used. ``-- stage_id=2`` at the end of a node's line says that the layer belongs to stage 2, if the
-model is already cut into stages. Nodes whose text begins with ``Input`` are inputs of the model,
-and take no time. A node whose text begins with ``__getitem__`` is left out if it feeds no other
-node.
+If a node has several outputs, ``activation_size`` is the list of their sizes. ``-- stage_id=2`` at
+the end of a node's line says that the layer belongs to stage 2. Nodes whose text begins with
+``Input`` are inputs of the model, and take no time.
 """
 
 from __future__ import annotations
@@ -84,9 +82,8 @@ def read_profile(path: str | Path) -> LayerProfile:
     Raises
     ------
     ConfigError
-        The file cannot be read, the edges form a cycle, or a line is wrong: for example, an edge
-        has an unknown node, two nodes have the same name, or a number is negative or infinite. The
-        error text contains the number of a wrong line.
+        The file cannot be read, the edges form a cycle, or a line is wrong. The error text contains
+        the number of a wrong line.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -210,10 +207,7 @@ def _layer(node: re.Match, where: str) -> Layer:
 
 
 def _in_order(names: list[str], pairs: list[tuple[str, str]], source: str) -> list[str]:
-    """Return the names of the nodes, each after the nodes whose outputs it uses.
-
-    If several orders are possible, the order of the nodes in the file decides.
-    """
+    """Return the names of the nodes, each after the nodes whose outputs it uses."""
     feeders = dict.fromkeys(names, 0)
     fed: dict[str, list[str]] = {name: [] for name in names}
     for a, b in pairs:

@@ -23,12 +23,7 @@ def measure(model, batch, repeats: int = REPEATS) -> LayerProfile:
     """Measure each layer of a model with one microbatch; return the times and sizes as a profile.
 
     `batch` is the microbatch, a tuple (inputs, labels). Each time is the shortest of `repeats`
-    passes.
-
-    Some models make their parameters only when they are used. To save memory, `measure` lets such a
-    model make the parameters of one layer at a time.
-
-    Raises ConfigError if `repeats` is not an integer of 1 or more.
+    passes. Raises ConfigError if `repeats` is not an integer of 1 or more.
     """
     repeats = checked_whole("repeats", repeats, 1)
     layers = check_layers(model)

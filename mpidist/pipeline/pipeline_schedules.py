@@ -1,11 +1,10 @@
-"""Schedules of pipelines as data: a list of actions for each rank.
+"""Schedules of pipelines as data: a list of computations and messages for each rank.
 
-A model is cut into chunks (groups of layers that follow each other). Chunk c is on rank c mod p, so
-with one chunk per rank, chunk c is on rank c. ``F`` is the forward pass of a microbatch through a
-chunk, and ``B`` is the backward pass. ``zero_bubble`` splits a backward pass into two parts. ``I``
-computes the gradient of the chunk's input, for which the rank with the previous chunk waits. ``W``
-computes the gradients of the chunk's weights, for which no rank waits. In this example (4 ranks, 5
-microbatches), a backward pass takes twice as long as a forward pass:
+A model is cut into chunks (groups of layers that follow each other); chunk c is on rank c mod p.
+``F`` is the forward pass of a microbatch through a chunk, and ``B`` is the backward pass.
+``zero_bubble`` splits a backward pass into ``I``, the gradient of the chunk's input, for which
+another rank waits, and ``W``, the gradients of the chunk's weights. In this example (4 ranks, 5
+microbatches; ``..`` is idle time), a backward pass takes twice as long as a forward pass:
 
     1f1b     F0 F1 F2 F3 .. .. .. .. .. .. B0 B0 F4 B1 B1 .. B2 B2 .. B3 B3 .. B4 B4
              .. F0 F1 F2 .. .. .. .. B0 B0 F3 B1 B1 F4 B2 B2 .. B3 B3 .. B4 B4 .. ..
@@ -52,8 +51,8 @@ class StageAction(NamedTuple):
 
     `kind` is "F" (forward pass), "B" (backward pass), "I" or "W" (the parts of a backward pass for
     the input and for the weights), "SEND_F", "RECV_F", "SEND_B", "RECV_B" (messages of a forward or
-    a backward pass), or "U" (update). `chunk` (the number of a group of consecutive layers) and
-    `microbatch` are those for which the action is done.
+    a backward pass), or "U" (update). `chunk` is the number of a group of consecutive layers, and
+    `microbatch` the number of the microbatch.
     """
 
     kind: str
@@ -142,11 +141,7 @@ def _interleaved(p: int, m: int, chunks: int) -> list[list[StageAction]]:
 
 
 def _zero_bubble(p: int, m: int, chunks: int) -> list[list[StageAction]]:
-    """Return the schedule 1f1b with each W delayed by s microbatches on rank s.
-
-    W computes the gradients of the weights. Each of the p ranks then keeps the data of p
-    microbatches.
-    """
+    """Return the actions of all ranks in the schedule "zero_bubble"."""
     lists = []
     for s in range(p):
         ahead = min(p - s, m)
@@ -172,10 +167,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], list[list[StageAction]]]] = {
 def with_messages(order: list[StageAction], chunks: int, ahead: int = AHEAD) -> list[StageAction]:
     """Return a rank's computations (`order`), together with their sends and receives.
 
-    A send comes directly after the computation that made its data. A receive begins `ahead`
-    computations before the computation that needs its data.
-
-    `chunks` is the number of chunks (groups of consecutive layers) of the model.
+    A receive begins `ahead` computations before the computation that needs its data.
     """
     needs = {F: (RECV_F, 0), B: (RECV_B, chunks - 1), I: (RECV_B, chunks - 1)}
     gives = {F: (SEND_F, chunks - 1), B: (SEND_B, 0), I: (SEND_B, 0)}

@@ -6,9 +6,7 @@ bytes of the model's parameters, and B is the bandwidth. Estimated times of a st
     allreduce   ceil(M / N) C + 2 (N - 1) / N W / B
     pipeline    the simulated schedule, then the sums over the replicas of the slowest stage
 
-In both estimates the gradients are summed after all computations. A pipeline plan with only one
-stage is the same as allreduce. So instead of such a plan, the best plan with two stages is compared
-with allreduce.
+In both estimates the gradients are summed after all computations.
 """
 
 from __future__ import annotations
@@ -49,10 +47,9 @@ class StepAdvice:
     replicas : tuple of int
         The number of workers of each stage of the pipeline.
     idle : float
-        The fraction of the schedule's time in which the pipeline's workers are idle. This time does
-        not include the sums of gradients.
+        The fraction of the pipeline's computing time in which its workers are idle.
     sums_seconds : float
-        By how much the sums over replicas make the pipeline's step longer than the schedule alone.
+        The time by which the sums of gradients make the pipeline's step longer.
     """
 
     winner: str
@@ -65,7 +62,7 @@ class StepAdvice:
     sums_seconds: float
 
     def as_dict(self) -> dict:
-        """Return a dict for JSON, with None instead of infinity, which JSON does not have."""
+        """Return a dict for JSON, with None instead of infinity."""
         fits = self.allreduce_seconds < math.inf
         found = dataclasses.asdict(self)
         return {**found, "allreduce_seconds": self.allreduce_seconds if fits else None}
@@ -83,8 +80,6 @@ def advise_step(
 
     If the plan (from `cut`) has one stage, the best plan with two stages is used instead. Returns
     None if the model has no such plan.
-
-    `settings` are the keyword arguments of the call of `cut` that made the plan.
     """
     checked_whole("microbatches", microbatches, 1)
     if len(plan.stages) == 1:

@@ -1,10 +1,8 @@
-"""Estimate the time of a pipeline's action lists on a modelled network, without MPI.
+"""Estimate the time of a pipeline's computations and messages on a modelled network.
 
-A rank does one action at a time, in the order of its list. A message is sent as soon as its send
-and its receive have begun, and the links of sender and receiver have finished all earlier messages.
-A link sends and receives at the same time. `NetworkModel` gives the cost of a message: `overhead`
-is the time that the cores of sender and receiver need, `latency` is the time on the wire, and `gap`
-is the further time on the wire for each byte.
+A rank does one action (computation or message) at a time, in the order of its list. A message is
+sent as soon as its send and its receive have begun, and the links of sender and receiver are free.
+`NetworkModel` gives the cost of a message.
 """
 
 from __future__ import annotations
@@ -99,11 +97,9 @@ def simulate_placed(
     network: NetworkModel,
     holder: Callable[[int, int], int],
 ) -> SimulatedRun:
-    """Estimate the time of action lists without checking them; stages may have several replicas.
+    """Estimate the time of a pipeline as `simulate_actions` does, but without a check.
 
-    The other arguments are those of `simulate_actions`. ``holder(chunk, microbatch)`` returns the
-    rank that computes the microbatch in the chunk (group of consecutive layers), as
-    `PipelineGrid.holder` does.
+    The stages may have several replicas.
     """
     for cost in costs:
         if not (all(0 <= value < math.inf for value in cost) and cost.input_share <= 1):
@@ -126,7 +122,7 @@ def simulate_placed(
             arrived[receive] = leaves[source] + network.latency + network.overhead
 
     def next_time(rank: int) -> float | None:
-        """Return when the next action of a rank may begin, or None if this is not known yet."""
+        """Return when a rank's next computation or message may begin, or None if unknown."""
         one, when = lists[rank][at[rank]], now[rank]
         if one.kind in COMPUTE:
             for need in needed_before(one, len(costs)):

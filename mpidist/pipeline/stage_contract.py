@@ -14,8 +14,7 @@ def why_no_stages(model) -> str:
 
     A model needs ``layers``, a list of objects with the methods ``shapes``, ``forward`` and
     ``backward`` of `mpidist.models.layers`, and a method ``loss(scores, labels)``. Two layers must
-    not have a parameter of the same name. This function does not read ``model.parameters``, so a
-    model that makes its parameters only when they are used does not make them here.
+    not have a parameter of the same name.
     """
     name = type(model).__name__
     layers = getattr(model, "layers", None)

@@ -1,8 +1,8 @@
 """Cut a profiled model into the stages of a pipeline, and give each stage its number of replicas.
 
 Each of the r replicas of a stage takes every r-th microbatch. The layers of a stage compute for C
-seconds, the messages over the two cuts beside the stage have a bytes, the stage has W bytes of
-parameters, and the network carries B bytes per second. Then the stage needs this time for a
+seconds, a is the number of bytes of the messages over the two cuts beside the stage, W the number
+of bytes of its parameters, and B the bandwidth in bytes per second. The stage needs this time for a
 microbatch:
 
     overlap     max(C, (a + 2 (r - 1) / r W) / B) / r     messages travel while the stage computes
@@ -11,9 +11,8 @@ microbatch:
 
 The slowest stage limits how many microbatches the pipeline finishes per second, so the best plan is
 the one whose slowest stage takes the least time. Of several such plans, `cut` takes those with the
-fewest workers, and of these the one with the fewest stages. The search is a dynamic programme over
-numbers of workers and over the sets of layers after which the model may be cut (`cut_sets`), as in
-PipeDream (Narayanan et al., SOSP 2019).
+fewest workers, and of these the one with the fewest stages. The search is a dynamic programme, as
+in PipeDream (Narayanan et al., SOSP 2019).
 """
 
 from __future__ import annotations
@@ -56,9 +55,8 @@ class StagePlan:
 
     `nodes` are the names of the stage's layers. `seconds` is the time from one microbatch to the
     next, and `compute_seconds` is the time of a forward and a backward pass. In the forward pass of
-    a microbatch, the stage receives `input_bytes` bytes from the previous stages and sends
-    `output_bytes` bytes to the next ones. A worker keeps the data of `in_flight` microbatches at
-    the same time, which take `memory_bytes`.
+    a microbatch, the stage receives `input_bytes` bytes and sends `output_bytes` bytes. A worker
+    keeps the data of `in_flight` microbatches at the same time, which take `memory_bytes`.
     """
 
     nodes: tuple[str, ...]
@@ -211,11 +209,9 @@ class _Asked:
 class _Search:
     """The search for the best plan: a dynamic programme from the end of the model to its beginning.
 
-    The sets of layers are those after which the model may be cut. ``table[k, w]`` has the value of
-    the best plan for the layers that are not in set k, with exactly w workers. A stage with r
-    workers, added in front of this plan, must end with set k; the longer plan has w + r workers.
-    With `successive`, each set must end a stage. The search may leave out plans whose slowest stage
-    takes longer than `bound`.
+    ``table[k, w]`` has the time of the slowest stage of the best plan for the layers that are not
+    in set k (of the sets after which the model may be cut), with exactly w workers. The search may
+    leave out plans whose slowest stage takes longer than `bound`.
     """
 
     def __init__(self, profile, sets, asked: _Asked, successive=False, bound=math.inf):
@@ -257,8 +253,7 @@ class _Search:
         """Yield, for each number r of replicas, the fast enough stages that begin after set k.
 
         Yields (r, ends, seconds, after). `ends` are the sets with which these stages end, `seconds`
-        is a column of the stages' times, and `after` has the rows of `table` for `ends`. Column w
-        of `after` is for plans in which this stage and all later stages have r + w workers.
+        is a column of the stages' times, and `after` has the rows of `table` for `ends`.
         """
         ends, seconds, memory = self.times(k)
         for r in self.replicas:

@@ -3,22 +3,17 @@
     12 layers, cuts [4, 8], replicas [2, 1, 1]     ranks 0, 1 | 2 | 3
                                                    layers 1-4 | 5-8 | 9-12
 
-The ranks are numbered stage by stage. Each replica of a stage has a contiguous block of the
-microbatches (`fixed_tree.cuts`). The gradients of all microbatches are added in the order of a
-fixed tree, and a contiguous block is a part of this tree whose gradients a replica can add alone.
-(With "pipedream" a replica has every r-th microbatch instead: `pipedream_order`.)
-
-If all stages have the same number r of replicas, the ranks form r separate pipelines. Each of these
-pipelines runs the schedule with the microbatches of its own block. Otherwise the stage with the
-most replicas decides in which order the microbatches enter the pipeline: first the first microbatch
-of each of its blocks, then the second of each block, and so on. Then all replicas of this stage
-compute at the same time:
+The ranks are numbered stage by stage. The replicas of a stage are ranks with the same layers; each
+has a contiguous block of the microbatches. (With "pipedream" a replica has every r-th microbatch
+instead: `pipedream_order`.) If all stages have the same number r of replicas, the ranks form r
+separate pipelines. Otherwise the microbatches come in turn from the blocks of the stage with the
+most replicas:
 
     8 microbatches, replicas [2, 1]     rank 0 has 0 1 2 3, and rank 1 has 4 5 6 7;
                                         they enter as 0 4 1 5 2 6 3 7;
                                         rank 2 has all of them, in this order
 
-Each rank computes its own microbatches in this order. This module needs no MPI.
+This module needs no MPI.
 """
 
 from __future__ import annotations
@@ -114,19 +109,12 @@ class PipelineGrid:
 
     @property
     def in_rounds(self) -> bool:
-        """Whether each of the r replicas of a stage has every r-th microbatch, as with "pipedream".
-
-        With other schedules a replica has a contiguous block of the microbatches.
-        """
+        """Whether each of the r replicas of a stage has every r-th microbatch ("pipedream")."""
         return self.schedule == "pipedream"
 
     @property
     def padded(self) -> int:
-        """The number of microbatches of a step, with the empty ones that "pipedream" adds.
-
-        A stage with r replicas takes r microbatches at a time (a round). Empty microbatches fill
-        the last round.
-        """
+        """The number of microbatches of a step, with the empty ones that "pipedream" adds."""
         if not self.in_rounds:
             return self.microbatches
         return pipedream_order.whole_rounds(self.microbatches, self.replicas)
@@ -148,20 +136,13 @@ class PipelineGrid:
         return self.ranks_of(stage)[next(k for k, end in enumerate(ends) if microbatch < end)]
 
     def actions(self, rank: int) -> list[StageAction]:
-        """Return the actions of a rank in a step, in order.
-
-        With "pipedream", these are the actions of a step that begins and ends with an empty
-        pipeline.
-        """
+        """Return the computations and messages of a rank in a step, in order."""
         return self._lists[rank]
 
     def passes(
         self, rank: int, empty_at: int, start: int, stop: int, drain: bool
     ) -> list[StageAction]:
-        """With "pipedream": return a rank's actions while microbatches `start` to `stop` - 1 enter.
-
-        `pipedream_order.passes` describes the arguments.
-        """
+        """Return a rank's actions while microbatches `start` to `stop` - 1 enter ("pipedream")."""
         stage, replica = self.place(rank)
         return pipedream_order.passes(self.replicas, stage, replica, empty_at, start, stop, drain)
 
@@ -191,7 +172,7 @@ def plan_stages(
     chunks: int = 1,
     flush: int | None = None,
 ) -> PipelineGrid:
-    """Return the plan of a pipeline; raise ConfigError if the settings do not fit together.
+    """Return the `PipelineGrid` for these settings; raise ConfigError if they do not fit together.
 
     Parameters
     ----------
@@ -208,7 +189,7 @@ def plan_stages(
     schedule : str
         "gpipe", "1f1b", "interleaved", "zero_bubble" or "pipedream".
     chunks : int
-        The number of chunks of each stage, for "interleaved".
+        The number of chunks (groups of consecutive layers) of each stage, for "interleaved".
     flush : int, optional
         For "pipedream": after each `flush` microbatches, all stages finish these microbatches
         before the next one enters. `flush` must be a multiple of each number in `replicas`.
@@ -320,13 +301,7 @@ def _side_by_side(grid: PipelineGrid) -> list[list[StageAction]]:
 
 
 def _uneven(grid: PipelineGrid) -> list[list[StageAction]]:
-    """Return the actions of each rank, if stages have different numbers of replicas.
-
-    As in PipeDream, a rank may have k microbatches at the same time whose backward pass is not
-    done. Here k is the number of ranks from its stage to the last stage, divided by the replicas of
-    its stage and rounded up. If the ranks would wait for each other for ever with this k, a larger
-    k is used.
-    """
+    """Return the actions of each rank, if stages have different numbers of replicas."""
     order, more = _order(grid), 0
     while True:
         lists = []

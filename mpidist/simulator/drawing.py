@@ -1,7 +1,4 @@
-"""Show a schedule, the steps of all ranks in an allreduce, as text or as a picture.
-
-The text lists the messages, and the picture shows what each rank does over time.
-"""
+"""Show the messages of all ranks in an allreduce as text, or their work over time as a picture."""
 
 from __future__ import annotations
 
@@ -25,11 +22,10 @@ _SEND, _REDUCE, _ARROW = "#4878a8", "#e08a3c", "#404040"
 
 
 def text(build: Callable, size: int, n: int, itemsize: int = 4) -> str:
-    """Return the messages of a schedule, one line per round, in the form ``0 -[0:2]-> 1``.
+    """Return the messages of an allreduce, one line per round, in the form ``0 -[0:2]-> 1``.
 
-    ``build(size, rank, n, itemsize)`` returns the steps of one rank in the schedule.
-
-    The example ``0 -[0:2]-> 1`` means that rank 0 sends elements 0 and 1 to rank 1.
+    The example means that rank 0 sends elements 0 and 1 to rank 1. ``build(size, rank, n,
+    itemsize)`` returns the steps of one rank.
     """
     plans = programs(lambda p, r, m: build(p, r, m, itemsize), size, n)
     rounds: dict[int, list[str]] = {}
@@ -50,11 +46,9 @@ def check_picture(file: str | Path, size: int) -> None:
 
 
 def picture(file: str | Path, name: str, problem: Problem) -> None:
-    """Draw what each rank does over time in the simulated schedule, one row per rank.
+    """Draw what each rank does over time in the simulated allreduce, one row per rank.
 
-    A blue bar is a message on the network, and an orange bar is a reduction. If there are at most
-    300 messages (`MOST_ARROWS`), an arrow for each message begins at the sender when the first byte
-    leaves, and ends at the receiver when the last byte arrives.
+    A blue bar is a message on the network, and an orange bar is an addition.
     """
     size, ranks_per_node = problem.size, problem.ranks_per_node
     check_picture(file, size)

@@ -7,16 +7,13 @@ The model is LogGP (Alexandrov, Ionescu, Schauser, Scheiman, SPAA 1995) with som
     latency      from the time a last byte leaves a node to its arrival  time of wire and kernel
     gap          per byte on a node's link, each way (full duplex); the ranks of a node share it
     burst, peak  an idle link sends `burst` bytes at `peak` per byte     see below
-    crossing     a long message begins only after an answer of the receiver. If the receiver sends
-                 a long message at the same time, its answer comes after a part of this message;
-                 `crossing` is the fraction of this message's time that passes before the answer
+    crossing     if two ranks send each other long messages at the same time: the fraction of the
+                 time of one message for which the other message waits
     node_*       latency and gap between two ranks of one node
     reduction    per byte reduced
 
-`burst` describes links whose rate is limited by a token bucket. After a pause, a link with a token
-bucket sends `burst` bytes at the faster rate `peak`, so an algorithm that pauses between messages
-sends the message after a pause faster. For links that are not limited by a token bucket, `burst` is
-0.
+`burst` describes links whose rate is limited by a token bucket: after a pause, `burst` bytes pass
+at the faster rate `peak`. For other links, `burst` is 0.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from ..errors import ConfigError, nearest
 class NetworkModel(NamedTuple):
     """The parameters of a network, which the docstring of this module explains.
 
-    Times are in seconds or seconds per byte. `burst` is in bytes, and `crossing` has no unit.
+    Times are in seconds or seconds per byte.
     """
 
     latency: float = 2e-6
@@ -57,9 +54,8 @@ DEFAULT = NetworkModel()
 class Problem(NamedTuple):
     """The problem to simulate: an allreduce of `n` elements over `size` ranks on a network.
 
-    All ranks r with the same ``r // ranks_per_node`` are on one node and share its link. The
-    simulation runs the allreduce `repeats` times, one run after the other, and returns the mean
-    time of one run.
+    Each node has `ranks_per_node` successive ranks, which share its link. The simulation runs the
+    allreduce `repeats` times, one run after the other, and returns the mean time of one run.
     """
 
     size: int

@@ -1,4 +1,4 @@
-"""`predict` returns the simulated cost of an algorithm, by the fastest exact method."""
+"""`predict` returns the simulated cost of an allreduce algorithm."""
 
 from __future__ import annotations
 
@@ -19,25 +19,19 @@ MAX_STEPS = 1_000_000
 def predict(name: str, problem: Problem, *, fast: bool | None = None) -> Cost:
     """Return the simulated cost of an allreduce by the algorithm `name`.
 
-    The cost of ``hierarchical`` is the cost of its messages between nodes, plus the time of its
-    work in shared memory. Up to 64 ranks, every rank is simulated. With more than 64 ranks,
-    `predict` takes one of two shortcuts. For a ring, `predict` simulates the ranks of one node
-    only, because all nodes do the same. For trees and butterflies, `predict` groups similar ranks
-    into classes, and simulates each class at once. If an algorithm cuts the vector into one piece
-    per rank, the length n of the vector is first rounded up so that all pieces are equal. Both
-    shortcuts give the same cost as a simulation of all ranks (`tests/unit/test_predict.py`). Other
-    algorithms, such as ``direct`` and ``naive``, have no shortcut for many ranks.
+    With more than 64 ranks, similar ranks are simulated together, with the same result. Algorithms
+    such as ``direct`` and ``naive`` cannot be simulated in this way.
 
     Parameters
     ----------
     fast : bool, optional
-        Whether to take the shortcut for many ranks; None decides by the number of ranks.
+        Whether to simulate similar ranks together; None decides by the number of ranks.
 
     Raises
     ------
     ConfigError
-        If there are too many ranks for an algorithm without a shortcut, or the nodes have different
-        numbers of ranks.
+        If there are too many ranks to simulate each of them, or the nodes have different numbers of
+        ranks.
     """
     size, n, itemsize, _, ranks_per_node, _ = problem
     build = builder(name, ranks_per_node)

@@ -1,10 +1,6 @@
-"""Group ranks with the same steps into classes; only peers and vector positions differ.
+"""Group ranks with the same steps into classes, which `vector_simulator` simulates at once.
 
-All ranks of a butterfly fall into at most three classes. With 65,536 ranks, a tree has 17 classes
-and a double tree has 32. For each class of ranks, this module builds the steps of only one rank.
-For each message in the steps of this rank, the module also builds an array with the peers of all
-ranks of the class. From the steps and the arrays of peers, `vector_simulator` computes the times of
-all ranks of a class at once.
+The ranks of a class do the same steps with other peers and other parts of the vector.
 """
 
 from __future__ import annotations
@@ -21,18 +17,14 @@ from ..collectives.schedules.schedule import Step, length
 
 
 class Class(NamedTuple):
-    """A class of ranks that do the same steps, with other ranks and other parts of the vector.
-
-    `ranks` are the ranks of the class, `steps` are the steps of the first of them, and `peers` has
-    for each step an array with the peer of every rank.
-    """
+    """A class of ranks that do the same steps, with other peers and other parts of the vector."""
 
     ranks: np.ndarray
     steps: list[Step]
     peers: list[np.ndarray]
 
     def without_empty(self) -> Class:
-        """Return the class without steps that move no elements; a real run omits these, too."""
+        """Return the class without steps that move no elements."""
         kept = [i for i, s in enumerate(self.steps) if length(s.source) or length(s.target)]
         return Class(self.ranks, [self.steps[i] for i in kept], [self.peers[i] for i in kept])
 
@@ -110,7 +102,7 @@ def of_double_tree(size: int, n: int, itemsize: int) -> list[Class]:
 
 
 def _halved(build: Callable, size: int, n: int, itemsize: int) -> list[Class]:
-    """Return a butterfly's classes; its schedule function `build` has the argument `itemsize`."""
+    """Return the classes of a butterfly whose function `build` takes the argument `itemsize`."""
     return of_butterfly(partial(build, itemsize=itemsize), size, n, itemsize)
 
 

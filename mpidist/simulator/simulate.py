@@ -1,11 +1,9 @@
 """Simulate a schedule on the network of `network_model`, rank by rank, to find its cost.
 
-The steps of a schedule have the same dependencies as in a real run, so messages and additions
-overlap in the simulation exactly where they can overlap in a real run. If several steps need the
-same link, sender, receiver or processor, they use it one after the other: sorted by round, then by
-position in the list of steps, then by rank. Each simulated time is the maximum of a few earlier
-times plus a cost, so all times are computed in one pass over the rounds. `vector_simulator`
-computes the same times for many similar ranks at once.
+A schedule is the list of steps (send, receive, add) of each rank. The steps have the same
+dependencies as in a real run, so messages and additions overlap as in a real run. If several steps
+need the same link, rank or processor, they use it one after the other, in the order of the
+algorithm.
 """
 
 from __future__ import annotations
@@ -57,10 +55,7 @@ def simulate(build: Callable, problem: Problem, trace: list | None = None) -> Co
 
 
 def summary(plans: Sequence[list[Step]], itemsize: int, seconds: float) -> Cost:
-    """Return the cost of the steps in `plans`; each count is the maximum over the ranks.
-
-    `plans` has the list of steps of each rank, and `seconds` is their simulated time.
-    """
+    """Return the cost of the steps in `plans`; each count is the maximum over the ranks."""
     sends = [[length(s.source) for s in steps if s.kind == SEND] for steps in plans]
     sums = [
         sum(length(s.target) for s in steps if s.kind in (REDUCE, REDUCE_LEFT)) for steps in plans
@@ -78,8 +73,7 @@ def run(plans: Sequence[list[Step]], problem: Problem, trace: list | None = None
     """Return the mean seconds of an allreduce, from its start until the last rank is done.
 
     `plans` has the list of steps of each rank. If all nodes do the same, as in a ring, `plans` may
-    have the steps of the first node's ranks only. A message to another node then goes to the rank
-    of the first node that has the same local rank.
+    have the steps of the first node's ranks only.
     """
     machine = _Machine(problem, len(plans))
     ranks = [_Rank(steps) for steps in plans]
@@ -112,7 +106,7 @@ class _Rank:
         self.needs = self.compiled.needs.copy()
 
     def take(self, i: int) -> float:
-        """Return when step `i` begins; let the next send (or receive) with the same peer begin."""
+        """Return when step `i` begins, and let the steps that wait for its beginning begin."""
         if self.needs[i]:
             raise ScheduleError(f"{self.compiled.steps[i]} needs the data of a later step")
         for k in self.compiled.followers[i]:
@@ -131,7 +125,7 @@ class _Rank:
 
 
 class _Machine:
-    """Keeps the times at which senders, links and processors become free, and messages arrive."""
+    """The times at which senders, links and processors become free, and messages arrive."""
 
     def __init__(self, problem: Problem, simulated: int):
         self.problem, self.network, self.simulated = problem, problem.network, simulated
@@ -176,7 +170,7 @@ class _Machine:
         return max(start, min(before, left)), left, arrival
 
     def seen(self, source: int, target: int) -> tuple[int, int]:
-        """Return the simulated ranks that stand for `source` and `target`."""
+        """Return the two simulated ranks whose times are those of `source` and `target`."""
         here = target % self.simulated
         return (source - target + here) % self.problem.size, here
 

@@ -1,8 +1,7 @@
 """Simulate `hierarchical` allreduce: messages between nodes, a fixed time inside each node.
 
-The simulator computes only the times of messages and additions. Inside a node, the ranks of
-`hierarchical` send no messages but work in shared memory. The time of this work is therefore added
-to the fixed time of each allreduce call.
+Inside a node, the ranks of `hierarchical` work in shared memory. The time of this work is added to
+the fixed time of each allreduce call.
 """
 
 from __future__ import annotations
@@ -55,12 +54,7 @@ def lane_algorithm(nbytes: int) -> str:
 
 
 def with_node_phases(name: str, problem: Problem) -> Problem:
-    """Return `problem`; for ``hierarchical``, add the shared-memory work to the cost of each call.
-
-    For the work in shared memory, a rank copies its input in, adds up one part of the vectors of
-    all ranks, and copies the sums out. Each copy takes as long as a message inside the node,
-    because such a message is a copy as well.
-    """
+    """Return `problem`; for ``hierarchical``, each call also costs the work in shared memory."""
     if name != HIERARCHICAL:
         return problem
     network, ranks = problem.network, problem.ranks_per_node

@@ -1,11 +1,6 @@
 """The simulator for many ranks: it computes the times of all similar ranks at once.
 
-The module computes the rounds one after the other, as `simulate` does, but with arrays of times
-instead of single times. If several ranks of a node send in the same round, their messages share a
-link. The messages are computed in batches: the first batch has the first message on each link, the
-next batch has the second message on each link, and so on. Links therefore serve messages in the
-same order as in `simulate`, and the times of both modules differ in the last one or two bits at
-most.
+The results are those of `simulate`, except for the last one or two bits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Checks of the arguments of `md.train` that need no communication, before the run begins.
-
-Each check raises a ConfigError of one line that says what was given and what is expected.
-`settings.agree_on_settings` runs all checks on every rank. If a check fails on one rank,
-`agree_on_settings` raises the error on all ranks.
-"""
+"""Checks of the arguments of `md.train` that need no communication, before the run begins."""
 
 from __future__ import annotations
 
@@ -52,10 +47,7 @@ def brief(value, longest: int = 60) -> str:
 
 
 def expect(good: bool, name: str, value, wanted: str) -> None:
-    """Raise ConfigError unless `good`. The error shows `name=value` and what is `wanted` instead.
-
-    `name` and `value` are the name and the value of the checked argument.
-    """
+    """Raise ConfigError unless `good`, with the text ``name=value: expected wanted``."""
     if not good:
         raise ConfigError(f"{name}={brief(value)}: expected {wanted}")
 
@@ -85,9 +77,8 @@ def last_step(
 ) -> int:
     """Return the number of the run's last step.
 
-    The run has done `step` steps so far, and `position` is its next position in the data. The
-    remaining epochs are counted in samples from `position`. Therefore a run that is resumed with
-    another global batch still ends at the end of its last epoch.
+    The remaining epochs are counted in samples, so a run that is resumed with another global batch
+    still ends at the end of its last epoch.
     """
     if (epochs is None) == (steps is None):
         raise ConfigError(f"epochs={brief(epochs)}, steps={brief(steps)}: give one of the two")
@@ -104,10 +95,7 @@ def last_step(
 
 
 def check_whole(**values: int | None) -> None:
-    """Raise ConfigError unless each argument is None or a whole number of 1 or more.
-
-    The arguments are passed by name, and the error names the wrong one.
-    """
+    """Raise ConfigError unless each argument is None or a whole number of 1 or more."""
     for name, value in values.items():
         number = isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
         expect(value is None or number, name, value, "a whole number of 1 or more, or None")
@@ -170,10 +158,7 @@ def check_microbatches(microbatches: int | None, global_batch: int, strategy) ->
 
 
 def check_replicated(strategy, **settings: int | None) -> None:
-    """Raise ConfigError if any of `settings` is given although `strategy` is not `AllReduce`.
-
-    A setting is given if it is not None; it must then be a whole number of 1 or more.
-    """
+    """Raise ConfigError if any of `settings` is given although `strategy` does not support it."""
     check_whole(**settings)
     for name, value in settings.items():
         if value is not None and not getattr(strategy, "has_replicas", False):
@@ -243,7 +228,7 @@ def check_checkpoint(checkpoint, resume) -> None:
 
 
 def check_elastic(elastic, strategy, checkpoint) -> Elastic | None:
-    """Return the settings of a run that goes on after the death of a rank, or None for other runs.
+    """Return the settings of a run that goes on after a rank's death, or None for other runs.
 
     Raises ConfigError if the strategy or the checkpoint does not allow such a run.
     """

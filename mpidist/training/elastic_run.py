@@ -1,14 +1,9 @@
 """Elastic runs of `md.train`: the state that a run keeps in memory when a rank has died.
 
-    _train    steps ........ a rank dies: RankFailure, which ends all ``with`` blocks of the run
-    Carried   keeps the state of this rank: parameters, optimizer, step, position, bad records
-    Group     makes the smaller communicator; ranks that are behind get the state of the newest rank
-    _train    is called again, continues from the kept state, and repeats the interrupted step
-
-Nothing is read from disk. A step changes the state only after all its messages have arrived. So the
-state of each rank is the state either before or after the interrupted step. If another rank has
-done the step and this rank has not, this rank receives the state after the step, and its callbacks
-get the report of the step.
+After a death, the living ranks make a smaller communicator, and `_train` is called again with the
+kept state. Nothing is read from disk, except after the loss of a parameter server's part of the
+model. A rank that had not finished the interrupted step, although another rank had, receives the
+state after this step.
 """
 
 from __future__ import annotations
@@ -46,8 +41,6 @@ _REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
 class Carried:
     """The state that a run of `md.train` keeps in memory when a rank dies, to continue from it.
 
-    Before the first death it is empty.
-
     `name` is the name of an elastic run, equal on all ranks, and "" for any other run.
     """
 
@@ -70,12 +63,8 @@ class Carried:
     # -- a run continues from the kept state ---------------------------------------------
 
     def fresh(self, resume: bool | str) -> bool | str:
-        """Return the argument `fresh` of the checkpoint store, from `resume` of `md.train`.
-
-        ``resume="fresh"`` begins a new run. An elastic run opens its store again after each death,
-        and must then find the checkpoints that it has saved. Therefore it gives the store its name,
-        by which the store recognises the run.
-        """
+        """Return the argument `fresh` of the checkpoint store, from `resume` of `md.train`."""
+        # After a death the run opens its store again, and finds its own checkpoints by its name.
         return resume == "fresh" and (self.name or True)
 
     @property
@@ -84,10 +73,7 @@ class Carried:
         return memory_folder() if self.group and self.group.settings.every else None
 
     def copies(self, store, step: int):
-        """Return the object that copies the state to the nodes' memory from `step` on, or None.
-
-        The object is a `MemoryCopies`. None means that the run makes no such copies.
-        """
+        """Return the `MemoryCopies` that copies the state to the nodes' memory, or None."""
         every, memory = self.group and self.group.settings.every, self.memory
         if not every or memory is None or getattr(store, "folder", None) != memory:
             return None
@@ -100,8 +86,7 @@ class Carried:
     def open(self, strategy, comm, asked, settings: Mapping):
         """Return the object that exchanges gradients, which `strategy` makes. Collective.
 
-        After the death of a rank, the returned object continues with the kept state of the
-        optimizer.
+        After the death of a rank, it continues with the kept state of the optimizer.
         """
         if self._facts is None:
             return strategy.open(comm, asked.model, asked.optimizer, **settings)
@@ -123,10 +108,7 @@ class Carried:
         return True
 
     def restore(self, run: Progress, resume: bool | str, retry_bad: bool, handed: str) -> None:
-        """Restore `run` from the newest checkpoint, as `Progress.resume` does. Collective.
-
-        `Progress.resume` also explains the other parameters.
-        """
+        """Restore `run` from the newest checkpoint, as `Progress.resume` does. Collective."""
         run.resume(resume, retry_bad, handed)
 
     def interval_from(self, step: int) -> int:
@@ -134,22 +116,14 @@ class Carried:
         return step
 
     def begin(self, exchange) -> None:
-        """Prepare the exchange of gradients for the first step. Collective.
-
-        Some exchanges then measure their own cost (`price`). A run measures it once, and keeps the
-        figure after a death.
-        """
+        """Prepare the exchange of gradients for the first step. Collective."""
         if self._facts is None:
             exchange.begin()
         else:
             exchange.price = self._facts["price"]
 
     def hold(self, run: Progress, guard: Guard, callbacks) -> None:
-        """From now on, keep the state of `run` if a rank dies. Called before the first step.
-
-        `guard` is the run's `md.guard`. If this rank has received a state that is newer than its
-        own after a death, the `callbacks` get the report of the step that this rank has missed.
-        """
+        """From now on, keep the state of `run` if a rank dies. Called before the first step."""
         group = self.group
         if group is None:
             return
@@ -173,7 +147,7 @@ class Carried:
                     callback(report)
 
     def step_done(self, step: int) -> None:
-        """Tell the other ranks that this rank has done `step` steps; evict (end) slow ranks.
+        """Tell the other ranks that this rank has done `step` steps, and end slow ranks.
 
         Collective.
         """
@@ -207,10 +181,7 @@ class Carried:
         return -1 if self._facts is None else self._facts["step"]
 
     def state(self) -> dict:
-        """Return the kept state as nested dicts of arrays, and one text.
-
-        The module `peer_state` sends this state to the ranks that have done fewer steps.
-        """
+        """Return the kept state as nested dicts of arrays, and one text."""
         model, optimizer = self.given["model"], self.given["optimizer"]
         if self._optimizer_state is None:
             self._optimizer = optimizer
@@ -226,8 +197,8 @@ class Carried:
     def bring_up_to_date(self, comm, step: int) -> int:
         """Give all ranks of `comm` the newest state; return its number of steps. Collective.
 
-        The newest state is that of a rank that has done the most steps. `step` is the number of
-        steps that this rank has done, or `peer_state.NOTHING` (-2) if this rank has no state.
+        `step` is the number of steps that this rank has done, or `peer_state.NOTHING` (-2) if this
+        rank has no state.
         """
         before = self.step
         newest = peer_state.bring_up_to_date(comm, self.state(), step)
@@ -239,9 +210,8 @@ class Carried:
     def check_living(self, ranks: Sequence[int]) -> None:
         """Raise RankFailure on all ranks if the run cannot go on with only the living `ranks`.
 
-        `ranks` are numbers in the communicator with which the run began. This method raises
-        nothing: each rank has the whole model, so any living ranks can go on. Subclasses, for other
-        strategies, override it.
+        In this class each rank has the whole model, so nothing is raised; subclasses override this
+        method.
         """
 
 
@@ -270,10 +240,7 @@ class TrainingGroup(Group):
         self._carried.check_living(ranks)
 
     def name_of(self, rank: int) -> str:
-        """Return the name of a rank for messages, such as ``rank 3 of 8 on n2``.
-
-        `rank` is a number in the communicator with which the run began.
-        """
+        """Return the name of a rank for messages, such as ``rank 3 of 8 on n2``."""
         return next(name for name, number in self._number.items() if number == rank)
 
 
@@ -283,12 +250,7 @@ def train_elastic(
     carry: Callable[[str, int], Carried],
     train: Callable[[Any, Carried], Summary],
 ) -> Summary:
-    """Call ``train(comm, carried)``, and call it again after each death. Collective over `comm`.
-
-    `settings` are those of the elastic run. ``carry(name, ranks)`` makes the `Carried` of a run
-    with this name and this number of ranks: the object that keeps the state of the run when a rank
-    dies.
-    """
+    """Call ``train(comm, carried)``, and call it again after each death. Collective over `comm`."""
     check = partial(check_possible, comm, settings.min_ranks, settings.spares)
     same_on_all(comm, "md.train: elastic", check)
     name = run_on_all(comm, "md.train", lambda: uuid.uuid4().hex, lambda names: names[0])

@@ -36,8 +36,8 @@ class Feed:
     ----------
     source : Source
     run : Progress
-        The run for which samples are read. It knows the position in the data and this worker's part
-        of each batch, and has the list to which bad records are added.
+        The run for which samples are read. It knows the position in the data, this worker's part of
+        each batch, and the bad records.
     loading : Loading, optional
         How many bytes to read ahead, how fast, and how long to wait.
 
@@ -79,10 +79,7 @@ class Feed:
     def take(
         self, indices: np.ndarray, meanwhile: Callable[[], object] | None = None
     ) -> Batch | None:
-        """Return the good samples at `indices`, or None if they were not read in time.
-
-        `meanwhile` is called again and again while a thread reads the samples.
-        """
+        """Return the good samples at `indices`, or None if they were not read in time."""
         self.starved, self._taken_at = 0.0, self._run.step
         # If the results of a model call are discarded, the model's running statistics must not
         # change either.
@@ -106,10 +103,7 @@ class Feed:
         return taken
 
     def undo(self) -> None:
-        """Restore the model's state (such as running means) from before this step.
-
-        Called if the step is discarded.
-        """
+        """Restore the model's state (such as running means) from before this step."""
         for name, array in self._state.items():
             self.model.state[name][...] = array
 
@@ -117,8 +111,7 @@ class Feed:
         """Call `call` with those samples of a batch that the model accepts.
 
         Returns (the result of `call`, the number of these samples). A model rejects a batch by
-        raising ValueError, ArithmeticError or IndexError (`REJECTIONS`). Each sample of a rejected
-        batch is then given to the model alone, to find the samples that the model rejects.
+        raising ValueError, ArithmeticError or IndexError (`REJECTIONS`).
         """
         while len(indices):
             try:
@@ -133,7 +126,7 @@ class Feed:
         """Give each sample alone to the model; return the positions of the accepted samples.
 
         Raises `error` if the model accepts each sample alone, or if it rejects all of several
-        samples: the fault is then in the model and not in a record.
+        samples.
         """
         gradients, _ = flat_views(self.model.parameters)
         bad: dict[int, BadRecord] = {}
@@ -150,11 +143,7 @@ class Feed:
         return [place for place in range(len(indices)) if place not in bad]
 
     def close(self) -> None:
-        """Stop reading; emit an event with the bytes and the time of all reads.
-
-        If a step has begun but is not done, the model's state from before the step is restored. A
-        second call does nothing.
-        """
+        """Stop reading; emit an event with the bytes and the time of all reads."""
         if self._closed:
             return
         self._closed = True

@@ -50,8 +50,7 @@ class Job:
     epochs, steps
         Length of the run: one of the two.
     seed
-        Seed of the order of the data. It is also the seed of the model, unless the table of the
-        model has a seed of its own.
+        Seed of the order of the data, and of the model unless the table of the model has a seed.
     shuffle
         Order of the records in an epoch: "permutation", "bijection", "none", true or false.
     out
@@ -138,8 +137,7 @@ def read_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
     """Read a job file, and then replace values by the ``key=value`` texts in `settings`.
 
     Raises ConfigError for a file that cannot be read, for text that is not TOML, for unknown keys,
-    and for values of the wrong kind. For an unknown key, the error names the most similar key that
-    exists.
+    and for values of the wrong kind.
     """
     path = Path(path)
     try:
@@ -165,10 +163,7 @@ def read_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
 
 
 def _apply(values: dict, text: str) -> None:
-    """Set the key ``a.b`` of nested tables from a text ``a.b=value``.
-
-    If the value is not valid TOML, the value is the plain text.
-    """
+    """Set the key ``a.b`` of nested tables from a text ``a.b=value``."""
     key, found, value = text.partition("=")
     if not found or not key.strip():
         raise ConfigError(f"--set {text!r}: expected KEY=VALUE, for instance --set model.seed=3")
@@ -269,10 +264,7 @@ def model_of(job: Job):
 
 
 def build_run(job: Job, ranks: int | None) -> Parts:
-    """Make the data, model, optimizer and strategy of a job.
-
-    If `ranks` is not None, check that the job can run on this number of ranks.
-    """
+    """Make the data, model, optimizer and strategy of a job."""
     from .. import data, optim
     from ..models.network import check_input_shape
     from . import strategies

@@ -4,14 +4,11 @@
     rank 1   take 7 8 9      8 is broken  | flag 1 |  agree    sends: 8, and why
                                     reduction of the step
 
-A rank that finds a bad record continues with its other samples, and sets a flag. Every step sums
-the flags of all ranks together with the gradients. If a flag is set, the ranks exchange the numbers
-of the bad records. The ranks then correct the mean of the gradients for the missing samples, and
-add the bad records to their lists. Later epochs do not read the listed records.
-
-With parameter servers, the workers may be at different steps, so a worker that finds a bad record
-continues with its good samples. The workers of parameter servers exchange their bad records at each
-checkpoint, where they wait for each other anyway.
+A rank that finds a bad record continues with its other samples, and sets a flag, which is summed
+over the ranks together with the gradients. If a flag is set, the ranks exchange the numbers of the
+bad records, and correct the mean of the gradients for the missing samples. Later epochs do not read
+the listed records. The workers of parameter servers exchange their bad records at each checkpoint
+instead.
 """
 
 from __future__ import annotations
@@ -36,8 +33,8 @@ MOST = 100_000
 class Verdict(NamedTuple):
     """The decision of all ranks after a step in which a rank had bad or late samples, or must stop.
 
-    `stop` says whether the run stops. `lost` is the number of bad records in the step. `starved`
-    says whether some rank still waits for its samples.
+    `lost` is the number of bad records in the step. `starved` says whether some rank still waits
+    for its samples.
     """
 
     stop: bool = False
@@ -46,7 +43,7 @@ class Verdict(NamedTuple):
 
 
 class Quarantine:
-    """The bad records of one run. The list of bad records is equal on all workers.
+    """The bad records of one run.
 
     Parameters
     ----------
@@ -143,11 +140,7 @@ class Quarantine:
         return {"bad": bad, "skipped": self.skipped}
 
     def restore(self, bad: Sequence, skipped: int, retry: bool) -> None:
-        """Set the list of bad records to `bad` from a checkpoint; with `retry`, empty the list.
-
-        `bad` has pairs (number of the record, reason), and `skipped` is the number of samples that
-        the run had skipped so far.
-        """
+        """Set the list of bad records to `bad` from a checkpoint; with `retry`, empty the list."""
         self.skipped = int(skipped)
         self.known.clear()
         self._learn({} if retry else {int(index): str(reason) for index, reason in bad})
@@ -157,10 +150,7 @@ class Quarantine:
             self._write(self.known, "w")
 
     def error(self, saved: str) -> TooManyBadRecords:
-        """Return the error that ends a run with too many bad records.
-
-        `saved` is a text that says what was saved; the error text contains it.
-        """
+        """Return the error that ends a run with too many bad records."""
         records = tuple(sorted(self.known.items()))
         first = "; ".join(f"record {index}: {reason}" for index, reason in records[:3])
         where = f" (all of them in {self.path})" if self.path else ""

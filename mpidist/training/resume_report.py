@@ -3,8 +3,7 @@
     mpidist: resumed from step 1120 (saved by 4 ranks), 1130 to go
     mpidist: optimizer.lr: 0.02 when saved, 0.5 now
 
-Each checkpoint contains the settings of its run as text, in the form in which `settings.py`
-compares the settings of the ranks.
+Each checkpoint contains the settings of its run as text.
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ _SEEN_TO = ("seed", "shuffle")
 
 
 def kept(words: Mapping[str, str]) -> dict[str, str]:
-    """Return those settings of a run that a checkpoint stores, as {setting: text}.
-
-    `words` has all settings as {setting: text}. The shapes of the model's arrays are left out,
-    since a checkpoint describes its arrays anyway.
-    """
+    """Return those settings of a run that a checkpoint stores, as {setting: text}."""
     without = (*_OF_THIS_START, *_SEEN_TO)
     return {
         name: value
@@ -70,11 +65,7 @@ def _whole(words: Mapping[str, str], name: str) -> str:
 
 
 def checkpoints_there(resume: bool | str, path: str, last: int) -> ConfigError:
-    """Return the error for a run that must begin anew, but finds checkpoints up to step `last`.
-
-    `resume` is the argument of `md.train` (False or "fresh"), and `path` is the folder of the
-    checkpoints.
-    """
+    """Return the error for a run that must begin anew, but finds checkpoints up to step `last`."""
     given = "resume='fresh' (--fresh)" if resume else "resume=False (--no-resume)"
     cure = "resume='fresh' (--fresh) ignores them, or choose another folder"
     if resume:
@@ -83,10 +74,7 @@ def checkpoints_there(resume: bool | str, path: str, last: int) -> ConfigError:
 
 
 def save_failure(error: Exception, step: int | None, store) -> str:
-    """Return the text of `error`, with the step and the folder that could not be saved.
-
-    `step` is None if it is not known.
-    """
+    """Return the text of `error`, with the step and the folder that could not be saved."""
     if "save of step " in str(error):
         return str(error)
     of = "" if step is None else f" of step {step}"
@@ -94,21 +82,14 @@ def save_failure(error: Exception, step: int | None, store) -> str:
 
 
 def not_saved(failure: str, newest: int | None, goes_on: bool = True) -> str:
-    """Return a text that says that a save has failed, and what to do.
-
-    `failure` is the text of `save_failure`, and `newest` the newest saved step, or None if it is
-    not known. `goes_on` says whether the run continues.
-    """
+    """Return a text that says that a save has failed, and what to do."""
     what = "not saved, the run goes on" if goes_on else "the state could not be saved"
     step = "the newest good step, if any" if newest is None else f"step {newest}"
     return f"{what}: {failure}; free space or mend the folder; the same command resumes from {step}"
 
 
 def tell_resume(run, end: int, last: int) -> None:
-    """Print on rank 0 that `run` was resumed, and how many steps remain until step `end`.
-
-    If `end` is less than `last`, the last step of the run, `stop_after` ends the run at `end`.
-    """
+    """Print on rank 0 that `run` was resumed, and how many steps remain until step `end`."""
     if run.saved_step is None or run.comm.rank or not events.VERBOSITY:
         return
     ranks = "1 rank" if run.ranks_before == 1 else f"{run.ranks_before} ranks"

@@ -1,7 +1,6 @@
 """Context managers for a whole run: the store, the watch for hangs, the report of an error.
 
-If an exception has ended the run on this rank, the context managers of this module call no
-collective operation, because the other ranks may be waiting in other calls.
+If an exception has ended the run on this rank, these context managers call no collective operation.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from ..runtime.ulfm import is_death
 def watched(comm, seconds: float):
     """Return a context manager that ends this job if it hangs. Collective over `comm`.
 
-    The job hangs if it makes no progress for `seconds` seconds, see `md.watch`. A watch needs a
-    folder that all hosts share. If there is no such folder, the run continues without a watch, and
-    prints a note.
+    The job hangs if it makes no progress for `seconds` seconds, see `md.watch`. If there is no
+    folder that all hosts share, the run continues without a watch, and prints a note.
     """
     try:
         return watch(comm, seconds)
@@ -42,11 +40,9 @@ def watched(comm, seconds: float):
 def open_store(comm, checkpoint, fresh: bool | str, memory: Path | None):
     """Return a context manager for the checkpoint store of a run. Collective over `comm`.
 
-    In its ``with`` block, the value is the store, or None if the run saves no checkpoints.
-
-    `checkpoint` is the argument of `md.train`. A store that the caller has opened stays open. With
-    `fresh`, the store ignores the checkpoints of earlier runs (see `Carried.fresh`).
-    `memory` is the folder for copies of the state in the memory of the nodes, or None.
+    In its ``with`` block, the value is the store, or None if the run saves no checkpoints. With
+    `fresh`, the store ignores the checkpoints of earlier runs (see `Carried.fresh`). `memory` is
+    the folder for copies of the state in the memory of the nodes, or None.
     """
     if checkpoint is None or hasattr(checkpoint, "restore"):
         return nullcontext(checkpoint)
@@ -73,8 +69,7 @@ def open_store(comm, checkpoint, fresh: bool | str, memory: Path | None):
 def abandon_on_error(exchange):
     """Context manager: if an exception ends the run on this rank, send it to the other ranks.
 
-    `exchange` is the object that combines the ranks' gradients, which sends the exception. Nothing
-    is sent if all ranks raise the same exception together, or if a rank has died.
+    Nothing is sent if all ranks raise the same exception together, or if a rank has died.
     """
     try:
         yield

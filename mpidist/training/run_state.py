@@ -37,8 +37,8 @@ _CARRIED = (
 class StepReport(NamedTuple):
     """The measurements of one step, which callbacks receive.
 
-    Under `AllReduce`, `loss` is the mean over the global batch. Under `ParameterServer`, `loss` is
-    the mean over this worker's samples.
+    Under `AllReduce`, `loss` is the mean over the global batch; under `ParameterServer`, it is the
+    mean over this worker's samples.
     """
 
     step: int
@@ -117,11 +117,7 @@ class Progress:
         return loss * total / max(good, 1), good
 
     def advance(self, after: Position, samples: int, wanted: int) -> None:
-        """Count a finished step, and set the position in the data to `after`.
-
-        The global batch had `samples` samples, of which `wanted` were not on the list of bad
-        records.
-        """
+        """Count a finished step, and set the position in the data to `after`."""
         self.quarantine.skipped += samples - wanted
         self.quarantine.end_of_step()
         self.step += 1
@@ -130,7 +126,7 @@ class Progress:
         self.position = after
 
     def start_loop(self, last: int) -> None:
-        """Note the time at which the steps begin. The run will end with step `last`."""
+        """Note the time at which the steps begin."""
         self.last = last
         heartbeat.note_steps(self.step)
         self.loop_began = time.perf_counter()
@@ -141,10 +137,9 @@ class Progress:
         self.loop_seconds = time.perf_counter() - self.loop_began
 
     def train_loss(self) -> float:
-        """Return the mean loss per sample since the last epoch began. Collective over the workers.
+        """Return the mean loss per sample since the last epoch began.
 
-        If all ranks have the same global losses, as with `AllReduce`, the losses are not summed
-        over the ranks.
+        Collective over the workers.
         """
         totals = np.array(self._losses, np.float64)
         if not self.exchange.synchronous:
@@ -205,8 +200,6 @@ class Progress:
     def checkpoint(self, pace: SaveInterval | None = None) -> None:
         """Save a checkpoint of this step, unless it is already saved. Collective over the workers.
 
-        With parameter servers, this method also makes the servers save their arrays. For a periodic
-        save, `pace` is the plan of these saves; a run with allreduce then saves in the background.
         Without `pace`, the state is on stable storage when this method returns, or saving has
         failed and `saved_step` is None.
         """
@@ -229,10 +222,7 @@ class Progress:
             pace.saved(self.exchange.workers, self.step, time.monotonic() - began)
 
     def keep_copy(self, copies) -> None:
-        """Copy the state of this step to the memory of the nodes, if a copy is due. Collective.
-
-        `copies` is a `MemoryCopies`.
-        """
+        """Copy the state of this step to the memory of the nodes, if a copy is due. Collective."""
 
         def state() -> dict:
             self.average_model_state()
@@ -243,8 +233,7 @@ class Progress:
     def hand_over(self) -> bool:
         """Leave the state for newly started ranks, if they ask for it. Collective.
 
-        Returns whether these ranks continue the run from this state. If not, the caller saves the
-        state.
+        Returns whether these ranks continue the run.
         """
         memory = memory_folder()
         if memory is None or not hasattr(self.store, "let_go"):
@@ -275,11 +264,7 @@ class Progress:
                     handed_copy.remove_copy(memory, self.store.path)
 
     def _saves(self, work: Callable[[], None], quiet: bool = False) -> None:
-        """Call `work`, which uses the store; print a StorageError that it raises. Collective.
-
-        The checkpoint store raises a StorageError on all ranks. The run then saves again at the
-        next checkpoint. With `quiet`, nothing is printed.
-        """
+        """Call `work`, which uses the store; print a StorageError that it raises. Collective."""
         try:
             work()
         except StorageError as error:
@@ -296,10 +281,7 @@ class Progress:
             self.stopping = self.stopping or self.quarantine.full
 
     def _wait_for_data(self, seconds: float) -> None:
-        """Save the state because a data source does not answer.
-
-        Collective over the workers.
-        """
+        """Save the state because a data source does not answer. Collective over the workers."""
         if seconds:
             events.emit("starved", step=self.step, seconds=seconds)
             _print(
@@ -325,12 +307,7 @@ class Progress:
             events.emit("checkpoint", step=step)
 
     def average_model_state(self) -> None:
-        """Average the model's state over all workers. Collective over the workers.
-
-        The running statistics of a model, as in batch normalization, differ from rank to rank. A
-        checkpoint saves the mean of these statistics over all workers, and the final evaluation
-        uses this mean.
-        """
+        """Average the model's state over all workers. Collective over the workers."""
         if self.exchange.equal_state:
             return
         arrays = [a for a in getattr(self.model, "state", {}).values() if a.dtype.kind == "f"]
@@ -342,10 +319,8 @@ class Progress:
     def resume(self, resume: bool | str, retry_bad: bool = False, handed: str = "") -> None:
         """Restore the state from the newest good checkpoint. Collective.
 
-        `resume` and `retry_bad` are arguments of `md.train`. The argument `resume` says whether a
-        checkpoint is required, allowed or forbidden. With `retry_bad`, the run reads the records
-        again that the checkpoint lists as bad. `handed` says where the ranks that ran this job
-        before have left their state: see `hand_over.wait_for_turn`.
+        `handed` says where the ranks that ran this job before have left their state: see
+        `hand_over.wait_for_turn`.
         """
         if self.store is None:
             return

@@ -1,15 +1,10 @@
 """Check the arguments of `md.train` and compare them over all ranks, before anything else.
 
-    every rank   checks its arguments, and describes them in words
-                     seed: 0   optimizer: sgd   optimizer.lr: 0.1   model.w: (784, 10) float32 ...
-    one round    if a rank has an error, all ranks raise it; otherwise the ranks compare a digest
-                 (hash) of all words
-    then         only if digests differ: one rank for each digest sends its words to all ranks, for
-                 the error text
-
-The arguments in `MAY_DIFFER` (`comm`, `loading`, `quarantine` and `callbacks`) may differ between
-ranks. All other arguments are compared, also arguments that will be added to `md.train` later. For
-`test_data` and `on_resize`, the ranks only compare whether they were given.
+Every rank checks its arguments, and describes them as text. If a rank has an error, all ranks raise
+it; otherwise the ranks compare a digest (hash) of all texts. The texts themselves are sent only if
+digests differ, for the error text. The arguments in `MAY_DIFFER` (`comm`, `loading`, `quarantine`
+and `callbacks`) may differ between ranks. For `test_data` and `on_resize`, the ranks only compare
+whether they were given.
 """
 
 from __future__ import annotations
@@ -54,8 +49,6 @@ class TrainSettings(NamedTuple):
     """The checked arguments of `md.train`, and the objects that were made from them.
 
     `elastic` has the settings of a run that goes on after the death of a rank; None for other runs.
-    `watch` says whether `md.train` must start a watch for hangs, because the program has not
-    started one. `words` are the compared settings as text.
     """
 
     strategy: Any
@@ -125,11 +118,7 @@ def _refuse_settings(everyone: list) -> None:
 
 
 def _refuse_data(everyone: list) -> None:
-    """Raise MismatchError if a record differs between ranks but not between two reads on one rank.
-
-    If each read of a record gives other values (a source that changes its samples at random), no
-    error is raised.
-    """
+    """Raise MismatchError if a record differs between ranks."""
     text = records.differing([one for one, _ in everyone])
     if text is not None and all(again for _, again in everyone):
         raise MismatchError(f"md.train: {text}")
@@ -141,10 +130,7 @@ def checked(
     time_limit, patience, max_bad, retry_bad, quarantine, loading, callbacks, on_resize,
     watch_seconds, elastic,
 ) -> TrainSettings:  # fmt: skip
-    """Check the arguments of `md.train` for `size` ranks; return the objects made from them.
-
-    Raises ConfigError for an invalid argument or combination of arguments.
-    """
+    """Check the arguments of `md.train` for `size` ranks; return the objects made from them."""
     if threading.current_thread() is not threading.main_thread():
         raise ProtocolError("md.train: call it in the main thread; Python delivers signals there")
     strategy = as_strategy(strategy)
@@ -179,11 +165,7 @@ def checked(
 
 
 def import_modules(strategy, checkpoint, elastic: Elastic | None) -> None:
-    """Import the modules that the run uses, so that all ranks learn if an import fails on one.
-
-    Otherwise these modules are imported when a function first needs them, and an error there would
-    leave the other ranks waiting for this rank.
-    """
+    """Import the modules that the run uses, so that all ranks learn if an import fails on one."""
     names = [f".exchanges.{name}" for name in getattr(strategy, "modules", ())]
     if isinstance(checkpoint, str | os.PathLike):
         names += ["..checkpoint.store", "..checkpoint.memory_copies"]
@@ -199,10 +181,7 @@ def import_modules(strategy, checkpoint, elastic: Elastic | None) -> None:
 
 
 def settings_in_words(found: TrainSettings, given: Mapping[str, Any]) -> dict[str, str]:
-    """Return {setting: text} for every setting of `md.train` that must be equal on all ranks.
-
-    `given` has the arguments of `md.train`, and `found` the objects made from them.
-    """
+    """Return {setting: text} for every setting of `md.train` that must be equal on all ranks."""
     words: dict[str, str] = {}
     for name, value in given.items():
         if name in PRESENCE:
@@ -297,8 +276,7 @@ def _model(model, in_parts: bool) -> Iterator[tuple[str, str]]:
 def _rates(optimizer) -> Iterator[tuple[str, str]]:
     """Yield a setting that differs if ranks have different functions as learning rates.
 
-    A function has no settings that could be compared. Instead, the ranks compare some updates that
-    the optimizer computes with this learning rate.
+    The ranks compare some updates that the optimizer computes with this learning rate.
     """
     rate = optimizer.settings.get("lr") if isinstance(optimizer, Optimizer) else None
     if not isinstance(rate, Mapping) or len(rate) != 1:
@@ -335,12 +313,7 @@ def _digest(words: Mapping[str, str]) -> str:
 
 
 def settings_difference(everyone: Sequence[tuple[str, Mapping[str, str] | None]]) -> str:
-    """Return a text that names a setting that differs between ranks, with its values.
-
-    `everyone` has a pair (digest, words) for each rank: `words` are the settings as text, and
-    `digest` is their digest. Ranks with the same digest have the same settings, so only the first
-    of these ranks has `words`, and the others have None.
-    """
+    """Return a text that names a setting that differs between ranks, with its values."""
     kinds = {digest: words for digest, words in everyone if words is not None}
     names = dict.fromkeys(name for words in kinds.values() for name in words)
     common = {name: {words.get(name) for words in kinds.values()} for name in names}

@@ -3,7 +3,7 @@
     runs/digits/starts/0001.toml   0001.json      the first start
     runs/digits/starts/0002.toml   0002.json      the run was resumed, perhaps on another day
 
-No record is overwritten, because each start uses the next number.
+No record is overwritten.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from typing import Any
 
 def keep(folder: Path, job_file: Path, facts: Mapping[str, Any]) -> None:
     """Record a new start of the run in `folder`: write `facts` and a copy of `job_file`.
-
-    `facts` has, for example, the command that was used.
 
     Raises OSError if the files cannot be written.
     """

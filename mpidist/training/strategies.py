@@ -1,12 +1,9 @@
 """Strategies: how the ranks combine their gradients.
 
-A strategy contains only settings. The method `open` of a strategy makes an exchange, which is the
-object that combines the gradients. To add a strategy, write a dataclass in ``exchanges``, a line in
-`STRATEGIES`, and an exchange: an object with ``workers, begin, compute, reduce, update, state,
-check, save_point, finish, evaluate, digest, close, abandon`` (and ``stragglers`` and a few
-attributes: see ``allreduce_exchange.py``). If a strategy has a method `check_run`, `md.train` calls
-it before the run, to refuse a run that is not possible. The attribute `modules` of a strategy names
-the modules in ``exchanges`` that `open` imports, see `settings.import_modules`.
+A strategy contains only settings. Its method `open` makes an exchange, which is the object that
+combines the gradients. To add a strategy, write a dataclass in ``exchanges``, a line in
+`STRATEGIES`, and an exchange with the methods of ``allreduce_exchange.Replicas``. If a strategy has
+a method `check_run`, `md.train` calls it to refuse a run that is not possible.
 """
 
 from __future__ import annotations
@@ -25,10 +22,9 @@ from .checks import expect, has_methods, is_whole_number
 
 @dataclass(frozen=True)
 class AllReduce:
-    """Every rank trains a replica of the whole model; `md.allreduce` averages the gradients.
+    """Every rank trains a copy of the whole model; `md.allreduce` averages the gradients.
 
-    All ranks have the same parameters and apply the same update to them, so the replicas stay equal
-    to the last bit (synchronous SGD).
+    All ranks apply the same updates, so their copies stay equal to the last bit (synchronous SGD).
 
     Parameters
     ----------
@@ -39,7 +35,7 @@ class AllReduce:
         Whether the sums have the same bits with any algorithm, any MPI library and any distribution
         of the ranks over nodes.
     bucket_bytes : int or "auto"
-        Size of the buckets in which gradients are sent between nodes.
+        Size of the parts (buckets) in which gradients are sent between nodes.
     overlap : bool
         Whether gradients are exchanged between nodes while the backward pass still runs.
     progress : "hooks" or "thread"
@@ -80,8 +76,8 @@ class AllReduce:
     ):  # fmt: skip
         """Return the object that exchanges the gradients in one run. Collective over `comm`.
 
-        `microbatches` is the argument of `md.train`. If `optimizer_state` is given, all ranks
-        already hold equal parameters and equal states of the optimizer, and continue with them.
+        If `optimizer_state` is given, all ranks already hold equal parameters and equal states of
+        the optimizer, and continue with them.
         """
         from .exchanges.allreduce_exchange import Replicas
         from .exchanges.microbatch_exchange import PieceReplicas
@@ -109,10 +105,7 @@ STRATEGIES = {
 
 
 def maker(name: str):
-    """Return the class or function that makes the strategy `name`.
-
-    `name` is from a job file; a wrong name raises ConfigError.
-    """
+    """Return the class or function that makes the strategy `name`."""
     module, kind = look_up(STRATEGIES, name, "strategy")
     return getattr(import_module(f"{__package__}.{module}"), kind)
 
@@ -124,8 +117,6 @@ def from_settings(name: str, settings: Mapping):
 
 def as_strategy(given):
     """Return the strategy for an argument, which is None, a name, or a strategy.
-
-    The names are the keys of `STRATEGIES`, such as "allreduce"; None means "allreduce".
 
     Raises ConfigError for any other argument.
     """

@@ -17,10 +17,9 @@ class Summary:
     """The result of `md.train`: accuracy, losses, times, and a digest of the parameters.
 
     `step_times` has the fraction of the steps' time that was communication, and for each worker a
-    histogram of the times of its steps, see `fault_tolerance.communication_share.summarize_steps`.
-    If ranks have died, `step_times` covers only the steps since the last death. All times are
-    wall-clock times. `rank_hours` is the wall-clock time in hours, multiplied by the number of
-    ranks.
+    histogram of the times of its steps; if ranks have died, it covers only the steps since the last
+    death. All times are wall-clock times. `rank_hours` is the wall-clock time in hours, multiplied
+    by the number of ranks.
     """
 
     test_accuracy: float | None
@@ -61,8 +60,6 @@ def gather_facts(run: Progress, test_data) -> dict:
     """Evaluate the model on `test_data`; return the fields of a `Summary`, by name.
 
     Collective over the workers.
-
-    Raises ReplicaError if the parameters differ between workers.
     """
     workers = run.exchange.workers
     run.exchange.check(run.step)
@@ -103,8 +100,7 @@ def gather_facts(run: Progress, test_data) -> dict:
 def share(run: Progress, facts: dict | None) -> Summary:
     """Return the summary on all ranks. Collective over `run.comm`.
 
-    `facts` is the result of `gather_facts`. It is None on servers that are not workers, which
-    receive the summary from the first worker.
+    `facts` is the result of `gather_facts`, or None on servers that are not workers.
     """
     if facts is not None:
         wall = time.perf_counter() - run.began
@@ -117,5 +113,5 @@ def share(run: Progress, facts: dict | None) -> Summary:
 
 
 def six_digits(value: float) -> float:
-    """Round to six significant digits, so that even the times of a run of 40 ms are precise."""
+    """Round to six significant digits."""
     return float(f"{value:.6g}")

@@ -58,9 +58,8 @@ def train(
 ) -> Summary:
     """Train `model` on `data` over all ranks of `comm`. Collective over `comm`.
 
-    All ranks must give the same arguments, which are compared before the run begins. Only
-    `loading`, `quarantine`, `callbacks`, the records of `test_data` and the function `on_resize`
-    may differ between ranks.
+    All ranks must give the same arguments. Only `loading`, `quarantine`, `callbacks`, the records
+    of `test_data` and the function `on_resize` may differ between ranks.
 
     Parameters
     ----------
@@ -73,7 +72,7 @@ def train(
     optimizer : Optimizer
         From `md.optim`, or any object with ``init`` and ``update``.
     global_batch : int
-        Samples per step over all ranks together. mpidist never changes this number.
+        Samples per step over all ranks together.
     epochs, steps : int
         Length of the run: give one of the two.
     seed : int
@@ -88,8 +87,7 @@ def train(
     test_data : tuple (inputs, labels), or a source
         Data on which the model is evaluated at the end, as a classifier: ``predict`` must return
         class scores of shape (n, classes), with 2 or more classes. The labels have shape (n,), or
-        (n, classes) with 0 or 1. Before the training, ``predict`` of the first sample is tested.
-        Leave `test_data` out for other models, such as a regression.
+        (n, classes) with 0 or 1. Leave `test_data` out for other models, such as a regression.
     checkpoint : path, CheckpointStore, TieredStore, or a function
         Where the state is saved. If `checkpoint` is a function, it gets a communicator and returns
         a store, which the run closes at its end. The state is saved every `checkpoint_every` steps
@@ -102,13 +100,11 @@ def train(
         older checkpoints in the folder. If `checkpoint` is a store, do not give "fresh", but open
         the store with ``fresh=True``.
     stop_after : int
-        Save a checkpoint and stop, as a planned pause, after this many steps, counted from the
-        beginning of the run.
+        Save a checkpoint and stop after this many steps, counted from the beginning of the run.
     microbatches : int
         Cut every global batch into this many pieces, and sum the gradients of the pieces in a fixed
-        order. The results then have the same bits on any number of ranks, also if the run is
-        resumed on another number of ranks. For AllReduce and Pipeline only; see docs/models.md for
-        the cost.
+        order. The results then have the same bits on any number of ranks. For AllReduce and
+        Pipeline only; see docs/models.md for the cost.
     check_replicas : int
         Compare the parameters of all ranks each time this many steps are done. The parameters are
         compared before each checkpoint in any case. AllReduce only.
@@ -133,9 +129,8 @@ def train(
         Functions that are called after every step on every worker.
     on_resize : function of (old ranks, new ranks, run)
         Function that is called on every rank after a resume on another number of ranks. In an
-        elastic run it is also called after each change of the ranks, even if a spare has replaced a
-        dead rank. The function may set another learning rate:
-        ``run.exchange.optimizer = md.optim.sgd(lr=...)``. Another learning rate is usually not
+        elastic run it is also called after each change of the ranks. The function may set another
+        learning rate: ``run.exchange.optimizer = md.optim.sgd(lr=...)``. This is usually not
         needed, because the global batch does not depend on the number of ranks.
     watch_seconds : float
         After this many seconds without progress, the job ends and reports the missing ranks, as
@@ -144,10 +139,9 @@ def train(
     elastic : Elastic or bool
         Whether the run goes on with the living ranks after ranks have died, see docs/elastic.md.
         True stands for ``md.Elastic()``. The job must be started by ``mpirun --with-ft ulfm`` of
-        Open MPI, which lets MPI calls go on after a death. `checkpoint` must be a path or a
-        function, because the living ranks open a new store after a death. With parameter servers,
-        give `checkpoint`, from which the parameters of a dead server are restored, or let servers
-        keep copies: ``ParameterServer(replicas=1)``.
+        Open MPI. `checkpoint` must be a path or a function. With parameter servers, give
+        `checkpoint`, from which the parameters of a dead server are restored, or let servers keep
+        copies: ``ParameterServer(replicas=1)``.
 
     Returns
     -------
@@ -163,8 +157,7 @@ def train(
     NoCheckpoint, CheckpointError
         There is no checkpoint although ``resume=True``, or the checkpoint is from another model.
     ReplicaError
-        The parameters are not the same on all ranks, and nothing was saved. The parameters are
-        compared before each checkpoint and at the end.
+        The parameters are not the same on all ranks, and nothing was saved.
     SourceError
         `data` cannot be read any more. Raised on the ranks that failed to read; a checkpoint was
         saved.
@@ -199,13 +192,7 @@ def train(
 
 
 def pass_over(run: Progress, exchange, sampler) -> int:
-    """Skip steps that the other workers have done without this worker; return how many.
-
-    Workers skip steps only under `BackupWorkers`, a mode that does not wait for the slowest
-    workers. `run` is the state of this worker's run, `exchange` combines the gradients, and
-    `sampler` divides the records into batches. All workers stop after the same step. So if the
-    others have stopped at the step to which this worker has skipped, this worker stops, too.
-    """
+    """Skip steps that the other workers have done without this worker; return how many."""
     steps = exchange.passed_over() if hasattr(exchange, "passed_over") else 0
     for _ in range(steps):
         indices, after = sampler.batch(run.position)
@@ -219,7 +206,7 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
     """Train with the arguments `asked` of `train`. Collective over `comm`.
 
     An elastic run calls this function again after each death, with the communicator of the living
-    ranks. Then `carried` has the state from which these ranks continue.
+    ranks.
     """
     # If the next attempt has taken over the run, the store must not be opened, because the next
     # attempt may be writing to it.

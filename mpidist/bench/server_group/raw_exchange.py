@@ -1,8 +1,7 @@
 """One step of workers and servers in plain mpi4py, with which `push_pull` is compared.
 
 Each worker sends each server its part of the gradient. Each server adds up the parts, makes the
-same update as `sgd`, and sends its part of the parameters to all workers. This program checks
-nothing, and no rank notices an error on another rank.
+same update as `sgd`, and sends its part of the parameters to all workers.
 """
 
 from __future__ import annotations
@@ -18,11 +17,7 @@ _PUSH, _ANSWER = 1, 2
 
 
 class RawExchange:
-    """The messages of one step for `n` float32 parameters. Each call is collective over `comm`.
-
-    Calling the object sends and receives these messages. `workers` and `servers` are the ranks of
-    the workers and of the servers; a rank may be both.
-    """
+    """The messages of one step for `n` float32 parameters. Each call is collective over `comm`."""
 
     def __init__(self, comm: MPI.Comm, workers: Sequence[int], servers: Sequence[int], n: int):
         self.comm, self.workers, self.servers = comm, workers, servers
@@ -35,7 +30,7 @@ class RawExchange:
             self.pushes = np.zeros((len(workers), stop - start), np.float32)
 
     def __call__(self) -> None:
-        """Make one step."""
+        """Send and receive the messages of one step."""
         comm, receives, sends = self.comm, [], []
         if comm.rank in self.workers:
             for server, (start, stop) in zip(self.servers, self.bounds, strict=True):

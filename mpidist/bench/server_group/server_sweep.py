@@ -1,15 +1,10 @@
 """`mpidist bench servers`: compare workers and servers with plain messages and an allreduce.
 
-In each round of a case, four operations are timed one after the other. The first operation is a
-`push_pull` (workers send gradients and get the new parameters) under BSP. The second operation
-sends the same bytes and makes the same update in plain mpi4py (`raw_exchange`). The third operation
-is an allreduce of the gradients over the workers. The fourth operation is a whole step: a worker
-sleeps for the time that its part of the computation takes, and then calls `push_pull`. Sleeping
-ranks need no core, so the result hardly depends on the number of cores. The time of a round is the
-time of its slowest worker.
-
-The ideal speed-up of n workers is n, because n workers would be n times as fast as one worker if
-messages took no time.
+In each round of a case, four operations are timed one after the other: a `push_pull`, in which
+workers send gradients and get the new parameters; the same messages in plain mpi4py; an allreduce
+of the gradients; and a whole step, in which a worker first sleeps for the time of its computation.
+The time of a round is the time of its slowest worker. The ideal speed-up of n workers over one
+worker is n.
 """
 
 from __future__ import annotations
@@ -54,7 +49,6 @@ def sweep_cases(
 
     `placements` has "dedicated" (a server is not a worker), "colocated" (a server is also a
     worker), or both. If `workers` (or `servers`) is None, the numbers 1, 2, 4 and so on are used.
-    If `servers` is None, a colocated case has as many servers as workers.
 
     Raises
     ------
@@ -83,8 +77,8 @@ def measure(comm, nbytes: int, case: Case, *, rounds: int, compute: float) -> di
     """Measure one case (numbers of workers and servers). Collective over `comm`.
 
     Returns the row of the case on rank 0, and None on other ranks. The model has `nbytes` bytes,
-    and each of the four operations is timed `rounds` times. `compute` is the time in seconds that
-    one worker alone would need for the computation of a whole step of all workers.
+    and each operation is timed `rounds` times. `compute` is the time in seconds that one worker
+    alone would need for the computation of a whole step of all workers.
     """
     part = comm.Split(0 if comm.rank < case.ranks else MPI.UNDEFINED)
     if part == MPI.COMM_NULL:
@@ -101,7 +95,7 @@ def measure(comm, nbytes: int, case: Case, *, rounds: int, compute: float) -> di
 
 
 def _run(part, n: int, case: Case, rounds: int, share: float) -> np.ndarray | None:
-    """Return the seconds of this worker: push_pull, raw, allreduce and step in each round."""
+    """Return this worker's seconds of the four operations of this module in each round."""
     seconds = np.zeros((4, rounds))
     raw_comm = part.Dup()
     with ServerGroup(part, servers=case.servers, placement=case.placement) as group:
@@ -172,11 +166,7 @@ def _us(seconds: np.ndarray) -> float:
 
 
 def sweep_lines(rows: Sequence[dict], bound: float) -> list[str]:
-    """Return lines of text: the best case for each size, and a warning about slow communication.
-
-    `rows` are the results of `measure`. The warning counts the cases in which communication takes
-    more than the fraction `bound` of the time of a step.
-    """
+    """Return lines of text: the best case for each size, and a warning about slow communication."""
     lines = []
     for nbytes in dict.fromkeys(row["bytes"] for row in rows):
         best = max((row for row in rows if row["bytes"] == nbytes), key=lambda r: r["speed_up"])

@@ -1,9 +1,9 @@
-"""`mpidist bench ps`: measure how much faster asynchronous workers are if step times vary.
+"""`mpidist bench ps`: compare asynchronous with synchronous workers if step times vary.
 
 A step of a worker takes t seconds, or 5 t with probability 1/4. Workers sleep for the time of a
-step instead of computing, so the number of cores does not matter. The modes are BSP
-(bulk-synchronous), SSP (bounded staleness) and ASP (asynchronous). The speed-up of SSP and ASP over
-BSP is compared with the speed-up in a simulation of the same steps, in which messages take no time.
+step instead of computing. The modes are BSP (all workers wait for each other in every step), SSP (a
+worker may be some steps ahead) and ASP (no worker waits). Each speed-up over BSP is compared with
+the speed-up in a simulation in which messages take no time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from ...servers.parameter_server import parameter_server
 def delays(workers: int, steps: int, unit: float, seed: int = 0) -> np.ndarray:
     """Return the seconds of each step of each worker, as an array of shape (workers, steps).
 
-    A step takes `unit` seconds, or five times as long with probability 1/4. `seed` is the seed of
-    the random numbers.
+    A step takes `unit` seconds, or five times as long with probability 1/4.
     """
     rng = np.random.default_rng(seed)
     return np.where(rng.random((workers, steps)) < 0.25, 5 * unit, unit)
@@ -31,9 +30,6 @@ def measure(
     comm, *, steps: int, unit: float, servers: int, staleness: int, seed: int
 ) -> list[dict]:
     """Return a row for each mode: its seconds, and its speed-up over BSP. Collective over `comm`.
-
-    Each worker makes `steps` steps, whose durations `delays` computes from `unit` and `seed`. The
-    last `servers` ranks are the servers, and `staleness` is the argument of SSP.
 
     A row has the keys mode, seconds, simulated (seconds in the simulation), speed_up, promised (the
     speed-up in the simulation) and share (speed_up divided by promised).

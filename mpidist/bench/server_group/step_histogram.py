@@ -1,7 +1,4 @@
-"""A histogram of the durations of each rank's steps.
-
-The limits of the bins are multiples of the median duration of all steps.
-"""
+"""A histogram of the durations of each rank's steps."""
 
 from __future__ import annotations
 
@@ -16,9 +13,8 @@ BINS = (0.5, 0.9, 1.1, 1.5, 2.0, 3.0, 5.0)
 def step_histogram(seconds: np.ndarray | Sequence[Sequence[float]]) -> dict:
     """Count how many steps of each rank have a duration in each bin of a histogram.
 
-    `seconds` has the durations of the steps of each rank. Returns a dict: ``edges_us`` are the
-    upper ends of the bins in microseconds (the last bin has no end), and ``counts`` has a list for
-    each rank, with the number of its steps in each bin.
+    Returns a dict: ``edges_us`` are the upper ends of the bins in microseconds (the last bin has no
+    end), and ``counts`` has a list for each rank, with the number of its steps in each bin.
     """
     edges = np.array(BINS) * float(np.median(np.concatenate([np.asarray(s) for s in seconds])))
     counts = [
@@ -29,11 +25,7 @@ def step_histogram(seconds: np.ndarray | Sequence[Sequence[float]]) -> dict:
 
 
 def histogram_lines(histogram: dict) -> Iterator[str]:
-    """Yield the lines of a table with the result of `step_histogram`.
-
-    The table has a line for each rank, and a column for each bin, headed by the end of the bin in
-    milliseconds.
-    """
+    """Yield the lines of a table with the result of `step_histogram`."""
     ends = [f"<{edge / 1e3:.3g}" for edge in histogram["edges_us"]]
     yield "steps(ms)" + "".join(f"{end:>9}" for end in [*ends, "longer"])
     for rank, counts in enumerate(histogram["counts"]):

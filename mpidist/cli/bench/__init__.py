@@ -1,8 +1,4 @@
-"""``mpidist bench WHAT``: benchmarks, each with a reference that is measured in the same run.
-
-Each sub-command is a module of this package with ``HELP``, ``add_options(parser)`` and ``run(comm,
-args)``. The function ``run`` prints the rows of its result, and returns the rows.
-"""
+"""``mpidist bench WHAT``: benchmarks, each with a reference that is measured in the same run."""
 
 from __future__ import annotations
 

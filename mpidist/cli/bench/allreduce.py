@@ -1,8 +1,4 @@
-"""``mpidist bench allreduce``: time allreduces of many sizes, and compare them with MPI's own.
-
-The first two columns of the table (size and latency) are as in the OSU benchmarks. The sizes at
-which mpidist is slower than MPI are listed below the table.
-"""
+"""``mpidist bench allreduce``: time allreduces of many sizes, and compare them with MPI's own."""
 
 from __future__ import annotations
 

@@ -16,11 +16,7 @@ def say(comm, *lines: str) -> None:
 
 
 def head(comm, title: str, columns: Sequence[str], *, width: int, last: str = "") -> None:
-    """Print the title of a table and the names of its columns.
-
-    Each name fills `width` characters, right-aligned; `last` is the left-aligned name of a last
-    column.
-    """
+    """Print the title of a table and the names of its columns."""
     names = "".join(f"{name:>{width}}" for name in columns)
     say(comm, f"# {title}", f"#{names[1:]}" + (f"  {last}" if last else ""))
 
@@ -40,10 +36,7 @@ def check_folder(folder: str) -> None:
 
 
 def library() -> str:
-    """Return the name and version of the MPI library.
-
-    Call this function only after MPI_Init.
-    """
+    """Return the name and version of the MPI library, after MPI_Init."""
     from mpi4py import MPI
 
     return claims.mpi_name(MPI.Get_library_version())

@@ -1,4 +1,4 @@
-"""``mpidist bench ps``: measure how much faster asynchronous workers are if step times vary."""
+"""``mpidist bench ps``: compare asynchronous with synchronous workers if step times vary."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""``mpidist bench servers``: time steps with several numbers of workers and servers.
-
-Each case (numbers of workers and servers) is compared with plain messages and with an allreduce, in
-the same run.
-"""
+"""``mpidist bench servers``: time steps with several numbers of workers and servers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Advise on how many hosts a model's workers should be, for a measured network. Without MPI.
 
-First, `cut` chooses how to cut the model into stages, and how many workers each stage has. For each
-number of hosts that divides the workers, the workers are then placed on the hosts so that few bytes
-are sent between hosts (`stage_placement`). Messages are sent while the workers compute, so the time
-from one microbatch to the next is the largest of these three times, over all stages and hosts:
+`cut` chooses the stages and the number of workers of each stage. For each number of hosts, the
+workers are placed so that few bytes are sent between hosts (`stage_placement`). Messages are sent
+while the workers compute, so the time from one microbatch to the next is the largest of these three
+times, over all stages and hosts:
 
     workers     seconds of a forward and a backward pass of a stage / replicas of the stage
     memory      bytes to workers on the same host / bandwidth within a host
@@ -31,12 +31,11 @@ _EQUAL = 0.02
 class HostLayout(NamedTuple):
     """How the workers of a pipeline are placed on one number of hosts, and the time that follows.
 
-    `hosts` is the number of hosts, and `workers_each` the number of workers on each.
-
-    `seconds` is the time from one microbatch to the next. `limit` says what determines this time:
+    `seconds` is the time from one microbatch to the next, and `limit` says what determines it:
     "workers" (computing), "memory" (messages within a host) or "network". `bytes_between` is the
     number of bytes that are sent between hosts for a microbatch, in both directions together.
-    `replicas` has the number of workers of each stage.
+    `workers_each` is the number of workers on each host, and `replicas` has the number of workers
+    of each stage.
     """
 
     hosts: int
@@ -85,7 +84,7 @@ def advise_hosts(
 def best_layout(layouts: list[HostLayout]) -> HostLayout:
     """Return the fastest of the results of `advise_hosts`.
 
-    If several are nearly equally fast, the one with the fewest hosts is returned.
+    Of several that are nearly equally fast, it is the one with the fewest hosts.
     """
     least = min(one.seconds for one in layouts)
     return next(one for one in layouts if one.seconds <= (1 + _EQUAL) * least)

@@ -1,21 +1,17 @@
 """The schedule "pipedream": a rank's microbatches, and when it updates its parameters.
 
-A stage has r replicas. Microbatch i belongs to replica i mod r, so each r microbatches are a round
-with one microbatch for each replica. A rank repeats three actions. F is the forward pass of its
-newest microbatch. B is the backward pass of its microbatch of an older round. The number of rounds
-between these two microbatches is the *depth* of the stage. U is the update of the parameters with
-the gradients of this older round: the replicas of the stage add their gradients, and all make the
-same update. For example:
+A stage has r replicas (ranks with the same layers), and microbatch i belongs to replica i mod r. A
+rank repeats three actions: F, the forward pass of its newest microbatch; B, the backward pass of an
+older microbatch; and U, the update, for which the replicas of the stage add their gradients. For
+example:
 
     2 replicas, then 1     rank 0   F0 F2 B0 U0 F4 B2 U2 ...        stage 0, depth 1
     of the next stage      rank 1   F1 F3 B1 U1 F5 B3 U3 ...
                            rank 2   F0 B0 U0 F1 B1 U1 F2 B2 U2 ...  stage 1, depth 0
 
-Version v of a stage are its parameters after v updates since the pipeline was last empty.
-Microbatches are counted from the same time. The forward and the backward pass of microbatch i use
-version max(0, i // r - depth). The depth is that of PipeDream: ceil(R / r) - 1, where R is the
-number of ranks from this stage to the last. If each of S stages has one rank, the depth of stage s
-is S - 1 - s.
+The *depth* of a stage is the largest number of updates between the forward and the backward pass of
+a microbatch. It is ceil(R / r) - 1, where R is the number of ranks from this stage to the last.
+Both passes of a microbatch use the same parameters.
 
 Reference: Narayanan et al., "PipeDream", SOSP 2019, section 3 (1F1B-RR).
 """
@@ -29,20 +25,12 @@ from ..pipeline_schedules import AHEAD, B, F, StageAction, U, with_messages
 
 
 def rounds_behind(replicas: Sequence[int], stage: int) -> int:
-    """Return the depth of a stage: how many rounds a backward pass is behind the forward pass.
-
-    A round is as many microbatches as the stage has replicas, one for each replica. `replicas` has
-    the number of replicas of each stage.
-    """
+    """Return how many newer microbatches a rank of `stage` has begun before a backward pass."""
     return -(-sum(replicas[stage:]) // replicas[stage]) - 1
 
 
 def whole_rounds(microbatches: int, replicas: Sequence[int]) -> int:
-    """Return `microbatches`, rounded up to a multiple of each number in `replicas`.
-
-    Then the last round of each stage is full (one microbatch for each replica). The added
-    microbatches have no samples.
-    """
+    """Return `microbatches`, rounded up to a multiple of each number in `replicas`."""
     each = lcm(*replicas)
     return -(-microbatches // each) * each
 
@@ -51,9 +39,7 @@ def passes(
     replicas: Sequence[int], stage: int, replica: int, empty_at: int, start: int, stop: int,
     drain: bool,
 ) -> list[StageAction]:  # fmt: skip
-    """Return a rank's actions from when microbatch `start` enters to before `stop` enters.
-
-    The rank is number `replica` of the replicas of `stage`.
+    """Return a rank's computations and messages while microbatches `start` to `stop` - 1 enter.
 
     Parameters
     ----------

@@ -5,9 +5,8 @@
     corrected  ms 4 4 4 | 8 8 8     the times of the layers, multiplied by the ratio of their stage
     new cuts      4 4 4 8 | 8 8     20 and 16 ms
 
-Only the differences between the ratios count: if all stages are half as fast as planned, the same
-cuts are still the best. A run measures whole stages, not single layers, so the times of all layers
-of a stage are multiplied by the same ratio.
+A run measures whole stages, not single layers, so the times of all layers of a stage are multiplied
+by the same ratio.
 """
 
 from __future__ import annotations
@@ -55,10 +54,9 @@ class CutChoice(NamedTuple):
 
 
 def profile_rows(profile: LayerProfile) -> list[list[float]]:
-    """Return the profile of a model's layers as plain lists, which a checkpoint can store.
+    """Return a list (forward, backward, output bytes, parameter bytes) for each layer of a profile.
 
-    Each row is (forward, backward, output bytes, parameter bytes) of a layer, with times in
-    seconds.
+    Times are in seconds.
     """
     return [
         [one.forward, one.backward, one.output_bytes, one.parameter_bytes]
@@ -67,11 +65,7 @@ def profile_rows(profile: LayerProfile) -> list[list[float]]:
 
 
 def best_cuts(rows: Sequence[Sequence[float]], parts: int) -> list[int]:
-    """Return those cuts into `parts` parts with which the slowest part takes the least time.
-
-    `rows` is the result of `profile_rows`, for layers of which each feeds the next. A cut is given
-    as the number of layers before it.
-    """
+    """Return those cuts into `parts` parts with which the slowest part takes the least time."""
     profile = chain([
         Layer(f"layer{k}", "layer", forward, backward, output, parameters)
         for k, (forward, backward, output, parameters) in enumerate(rows)
@@ -85,8 +79,7 @@ def stage_ratios(
 ) -> list[float | None]:
     """Return, for each part of a cut model, its measured time divided by the time of its layers.
 
-    `rows` is the result of `profile_rows`, and `seconds` has the measured time of each part. A
-    ratio is None if one of its two times is not known.
+    A ratio is None if one of its two times is not known.
     """
     found = []
     for (start, stop), measured in zip(pairwise([0, *cuts, len(rows)]), seconds, strict=True):
@@ -98,8 +91,7 @@ def stage_ratios(
 def choose_again(last: Mapping[str, Any], layers: int, parts: int, samples: int):
     """Return the `CutChoice` for a resumed run, from the measured times of the last run.
 
-    Returns None if the last run has no profile for this model and this size of microbatches. Then
-    the caller must measure the layers.
+    Returns None if the last run has no profile for this model and this size of microbatches.
 
     Parameters
     ----------

@@ -1,22 +1,17 @@
 """Choose which rank has which stage and replica, so that few bytes are sent between hosts.
 
-Each replica of each stage is called a slot here, and needs a rank. Slots are numbered stage by
-stage, as the ranks of a `PipelineGrid`. Slots of neighbouring stages exchange the activations and
-gradients at the cut between the stages. The replicas of a stage exchange their gradients when they
-sum them. If the cuts need more bytes, neighbouring stages should be on one host; if the sums need
-more, the replicas of a stage should:
+Each replica of each stage is called a slot here, and needs a rank. Slots of neighbouring stages
+exchange activations and gradients; the replicas of a stage sum their gradients. If more bytes are
+exchanged between stages, neighbouring stages should be on one host, otherwise the replicas of a
+stage:
 
     2 stages, 2 replicas     large outputs at the cut     large sums (many parameters)
     host A                   stage 0.0, stage 1.0         stage 0.0, stage 0.1
     host B                   stage 0.1, stage 1.1         stage 1.0, stage 1.1
 
-This is a known problem: cut a graph into parts of given sizes so that the cut edges have the least
-weight. If there are few ways to put the slots on the hosts, all are tried. Otherwise, two slots on
+If there are few ways to put the slots on the hosts, all are tried. Otherwise, two slots on
 different hosts change places as long as this saves bytes (Kernighan and Lin, "An Efficient
-Heuristic Procedure for Partitioning Graphs", Bell System Technical Journal 49(2), 1970). This
-search is done from three beginnings, and the best result is used: (1) slot k is on rank k; (2) the
-hosts are filled stage by stage; (3) the hosts are filled pipeline by pipeline. This module needs no
-MPI.
+Heuristic Procedure for Partitioning Graphs", Bell System Technical Journal 49(2), 1970).
 """
 
 from __future__ import annotations
@@ -37,9 +32,7 @@ _MOST_SWAPPED = 256
 def slot_links(
     grid, cut_bytes: Sequence[float], sum_bytes: Sequence[float]
 ) -> dict[tuple[int, int], float]:
-    """Return {(a, b): bytes}: how many bytes each pair a < b of slots exchanges in a step.
-
-    A slot is a replica of a stage; slots are numbered stage by stage.
+    """Return {(a, b): bytes}: what each pair a < b of stage replicas exchanges in a step.
 
     Parameters
     ----------
@@ -65,11 +58,7 @@ def slot_links(
 
 
 def bytes_between_hosts(hosts: Sequence, links: Links) -> float:
-    """Return how many bytes are exchanged in a step between replicas of stages on different hosts.
-
-    `hosts` has the host of each slot (a replica of a stage), and `links` is the result of
-    `slot_links`.
-    """
+    """Return how many bytes replicas of stages on different hosts exchange in a step."""
     return sum(size for (a, b), size in links.items() if hosts[a] != hosts[b])
 
 
@@ -110,10 +99,7 @@ def place_ranks(nodes: Sequence[int], replicas: Sequence[int], links: Links) -> 
 
 
 def _starts(room: Counter, replicas: Sequence[int]) -> Iterator[list[int]]:
-    """Yield two ways to put slots on hosts: hosts filled stage by stage, and by pipelines.
-
-    Each is a list with the host of each slot (a replica of a stage).
-    """
+    """Yield two ways to put replicas of stages on hosts: stage by stage, and by pipelines."""
     places = [node for node, count in sorted(room.items()) for _ in range(count)]
     yield places
     slots = [(k / r, stage) for stage, r in enumerate(replicas) for k in range(r)]
@@ -141,10 +127,7 @@ def _all_ways(room: Counter, slots: int) -> Iterator[list[int]]:
 
 
 def _swapped(hosts: Sequence[int], links: Links) -> list[int]:
-    """Swap the hosts of two slots as long as this saves bytes; return each slot's host.
-
-    A slot is a replica of a stage.
-    """
+    """Swap the hosts of two replicas of stages as long as this saves bytes; return all hosts."""
     hosts = list(hosts)
     if len(hosts) > _MOST_SWAPPED:
         return hosts
@@ -153,10 +136,7 @@ def _swapped(hosts: Sequence[int], links: Links) -> list[int]:
         near[a][b] = near[b][a] = size
 
     def gain(a: int, b: int) -> float:
-        """Return how many bytes a swap of slots (replicas of stages) a and b saves.
-
-        The bytes between a and b are not counted: a and b are on different hosts in any case.
-        """
+        """Return how many bytes a swap of slots (replicas of stages) a and b saves."""
         saved = 0.0
         for one, other in ((a, b), (b, a)):
             for slot, size in near[one].items():

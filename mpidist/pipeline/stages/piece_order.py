@@ -1,10 +1,8 @@
 """Add gradients of microbatches ("pieces") that come in any order, always to the same bits.
 
 If stages have different numbers of replicas, a rank alternately gets pieces of several blocks of
-microbatches. All pieces are added in a fixed binary tree. The sum at a node of the tree is computed
-as soon as the sums of both halves of the node are known. So the bits of the sum do not depend on
-the order in which the pieces arrive. If V pieces arrive alternately from b blocks, about b log2 V
-partial sums are kept in memory.
+microbatches. All pieces are added in a fixed binary tree, so the bits of the sum do not depend on
+the order in which the pieces arrive.
 """
 
 from __future__ import annotations
@@ -17,11 +15,7 @@ from ...collectives.schedules import fixed_tree
 
 
 class AnyOrderSum:
-    """Takes one rank's gradients of microbatches ("pieces") in any order, and adds them in a tree.
-
-    `sums` is a `PieceSum`, which adds over all ranks. It gets sums of several pieces (nodes of its
-    fixed tree), in the order of the pieces.
-    """
+    """Takes one rank's gradients of microbatches ("pieces") in any order, and adds them."""
 
     def __init__(self, sums: PieceSum):
         self.sums = sums
@@ -33,10 +27,7 @@ class AnyOrderSum:
         self._next = 0
 
     def add(self, piece: int, vector, weight: float = 1.0) -> None:
-        """Add ``weight * vector`` as the gradients of microbatch number `piece`.
-
-        None as `vector` means zeros.
-        """
+        """Add ``weight * vector`` as the gradients of microbatch number `piece`."""
         dtype, row = self.sums.dtype, self.sums.rows[0]
         total = self._free.pop() if self._free else array_module(row).empty(row.shape, dtype)
         if vector is None:

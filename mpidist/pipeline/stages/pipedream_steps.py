@@ -1,11 +1,8 @@
-"""The steps of the schedule "pipedream", which makes an update for each round.
+"""The steps of the schedule "pipedream", which makes several updates in each step.
 
-A round is one microbatch of each replica of a stage. At the end of a step, some microbatches are
-still under way: some ranks have done their forward pass, but not all ranks their backward pass
-(`pipedream_order`). `drain` finishes these microbatches, and so does a step after each `flush`
-microbatches. The replicas of a stage add the gradients of a round with an object of the class
-`Gradients`. The caller passes this class as an argument, because `pipeline/` must not depend on how
-gradients are exchanged.
+Each update uses one microbatch of each replica of a stage. At the end of a step, the backward pass
+of some microbatches is still to come (`pipedream_order`). `drain` finishes these microbatches, and
+so does a step after each `flush` microbatches.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from .versioned_chunk import VersionedChunk
 
 
 class PipeDreamSteps:
-    """The steps of a `Stage` with the schedule "pipedream". Collective."""
+    """The steps of a `Stage` with the schedule "pipedream". Collective over all ranks."""
 
     chunk = VersionedChunk
 
@@ -42,10 +39,7 @@ class PipeDreamSteps:
 
     @staticmethod
     def check(grid, gradients: Callable | None) -> None:
-        """Raise ConfigError if stages have several ranks, but nothing to add their gradients.
-
-        `gradients` is a class such as `md.Gradients`, which adds them, or None.
-        """
+        """Raise ConfigError if stages have several ranks, but `gradients` is None."""
         if gradients is None and max(grid.replicas) > 1:
             raise ConfigError(
                 f"replicas={list(grid.replicas)} with 'pipedream' add gradients in each update: "
@@ -61,11 +55,9 @@ class PipeDreamSteps:
             )
 
     def step(self, inputs: dict, labels: dict, sizes, total: int, update) -> tuple[list, float]:
-        """Do a step; return the times of its computations, and this rank's share of the mean loss.
+        """Do a step; return the times of its computations, and this rank's part of the mean loss.
 
-        Collective. `inputs` and `labels` have the arrays of each of this rank's microbatches; the
-        other arguments are those of `Stage.run`. The sum of all ranks' shares is the mean loss of
-        the microbatches.
+        Collective. The sum of all ranks' parts is the mean loss.
         """
         grid, first = self._stage.grid, self._entered
         self._pass.enter(first, inputs, labels, sizes, total, update)
@@ -77,7 +69,7 @@ class PipeDreamSteps:
         return self._pass.taken()
 
     def drain(self) -> list:
-        """Finish all microbatches under way; return the times of the computations. Collective."""
+        """Finish all microbatches; return the times of the computations. Collective."""
         if self._empty_at == self._entered:
             return []
         self._do(self._entered, drain=True)
@@ -95,16 +87,13 @@ class PipeDreamSteps:
             stage.wait(stage.messages.progress, "the end of the sends")
 
     def close(self) -> None:
-        """Free the object that exchanges gradients.
-
-        Collective over the stage's ranks; sends no message.
-        """
+        """Free the object that exchanges gradients. Collective over the stage's ranks."""
         if self._exchange is not None:
             self._exchange.close()
 
 
 class PipeDreamPass(StagePass):
-    """The actions of a rank with "pipedream", on the microbatches of all steps."""
+    """The computations and messages of a rank with "pipedream", for all steps."""
 
     def __init__(self, stage, chunk: VersionedChunk, exchange):
         super().__init__(stage, {}, {}, {}, 1)
@@ -116,11 +105,7 @@ class PipeDreamPass(StagePass):
         self._round = stage.grid.replicas[stage.stage]
 
     def enter(self, first: int, inputs: dict, labels: dict, sizes, total: int, update) -> None:
-        """Accept the microbatches of a step, whose actions `do` will carry out.
-
-        `first` is the number of the first of these microbatches, counted from the beginning of the
-        run. The other arguments are those of `Stage.run`.
-        """
+        """Accept the microbatches of a step, which `do` will compute, send and receive."""
         padded = [*sizes, *[0] * (self.stage.grid.padded - len(sizes))]
         self.sizes.update(enumerate(padded, first))
         self._weights.update({first + i: size / total for i, size in enumerate(padded)})
@@ -129,21 +114,13 @@ class PipeDreamPass(StagePass):
         self._update = update
 
     def taken(self) -> tuple[list, float]:
-        """Return what this rank has computed since the last call: (spans, loss).
-
-        `spans` has (kind, chunk, microbatch, begin, end) of each of its computations, with times in
-        seconds; a chunk is a group of consecutive layers. The loss is this rank's share of the mean
-        loss: the sum over all ranks is the mean loss.
-        """
+        """Return what this rank has computed since the last call: (spans, loss)."""
         found = self.spans, self._loss
         self.spans, self._loss = [], 0.0
         return found
 
     def do(self, action: StageAction) -> None:
-        """Do one action. Updates are collective over the replicas of the stage.
-
-        Nothing is computed for a microbatch without samples.
-        """
+        """Do one action. Updates are collective over the replicas of the stage."""
         if action.kind == U:
             self._update_round(action.microbatch)
         else:
@@ -172,7 +149,7 @@ class PipeDreamPass(StagePass):
         pass  # the action U, which comes after the send of the input's gradient, adds and updates
 
     def _update_round(self, i: int) -> None:
-        """Update the parameters with the gradients of the round in which microbatch `i` is."""
+        """Update the parameters with the gradients of microbatch `i` and of the other replicas."""
         weight, chunk = self._weight_of_round(i), self._chunk
         if weight:
             if self._exchange is not None:

@@ -5,14 +5,9 @@
     optimizer.update(stage.gradients, state, stage.parameters)
     scores = stage.predict(inputs)
 
-A rank does the actions of its list (`stage_plan`) one after the other. The rank computes with the
-same arrays, in the same memory layout, as a rank that has the whole model, and adds the gradients
-of the microbatches in the tree of `PieceSum`. So the parameters have the same bits with any cuts
-and replicas.
-
-While a rank waits, it also checks whether another rank has raised an exception, and then raises an
-error. The report of a hang (`md.watch`) shows the stage, the microbatch and the action for which a
-rank waits.
+A rank does the computations and messages of its list (`stage_plan`) one after the other. The
+parameters have the same bits with any cuts and replicas, except with "pipedream". If another rank
+raises an exception while a rank waits for it, the waiting rank raises an error.
 """
 
 from __future__ import annotations
@@ -83,7 +78,7 @@ class Stage:
         The seconds that all steps so far took, and the seconds in which this rank computed.
     kept : int
         The largest number of (chunk, microbatch) pairs whose data this rank has kept at the same
-        time.
+        time. A chunk is a group of consecutive layers.
     bytes_sent : int
         The bytes that this rank has sent to other stages in the steps so far.
     cut_bytes : Counter of int
@@ -138,10 +133,7 @@ class Stage:
         self._closed = False
 
     def _arrays(self, number: int) -> dict:
-        """Return the parameters of a chunk.
-
-        If the model makes parameters only when they are used, those of other chunks are not made.
-        """
+        """Return the parameters of a chunk (group of consecutive layers), making no others."""
         model, mine = self.model, self.grid.layers_of(number)
         if "parameters" not in vars(model) and hasattr(model, "initial_parameters"):
             return model.initial_parameters(mine.start, mine.stop)
@@ -189,10 +181,11 @@ class Stage:
         `batch` is (inputs, labels). Only the ranks of the first stage read the inputs, and only the
         ranks of the last stage read the labels; other ranks need arrays of the same length.
 
-        With the schedule "pipedream", a stage calls ``update(gradients, parameters, weight)`` for
-        each round (one microbatch of each replica of the stage). The function must update the
-        parameters in place. `weight` is the fraction of the batch's samples that are in this round.
-        After the step, some microbatches are not finished yet, see `drain`.
+        With the schedule "pipedream", a stage calls ``update(gradients, parameters, weight)``
+        several times in a step, each time with the gradients of one microbatch of each of its
+        ranks. The function must update the parameters in place. `weight` is the fraction of the
+        batch's samples in these microbatches. After the step, some microbatches are not finished
+        yet, see `drain`.
         """
         with self._guard("md.Stage.step"):
             inputs, labels = batch
@@ -234,7 +227,7 @@ class Stage:
     def run(
         self, inputs, labels, sizes: Sequence[int], total: int, update: Callable | None = None
     ) -> None:
-        """Do all actions of a step, and sum the gradients over the microbatches.
+        """Compute, send and receive all microbatches of a step, and sum their gradients.
 
         Parameters
         ----------
@@ -260,10 +253,10 @@ class Stage:
         self.steps += 1
 
     def drain(self) -> None:
-        """Finish the microbatches that are under way with "pipedream", and make their updates.
+        """Finish the microbatches that "pipedream" has not finished, and make their updates.
 
         Collective. The updates call the function `update` that was passed to the last step. With
-        other schedules, each step finishes all its microbatches, and this method does nothing.
+        other schedules, this method does nothing.
         """
         if not self.grid.in_rounds:
             return
@@ -291,14 +284,13 @@ class Stage:
         self.stash_bytes = max(self.stash_bytes, sum(one.stash_bytes for one in chunks))
 
     def mean_times(self) -> dict[tuple[int, str], float]:
-        """Return {(chunk, kind): mean seconds}: how long this rank's computations took so far."""
+        """Return {(number of the group of layers, kind of computation): mean seconds so far}."""
         return {key: seconds / count for key, (seconds, count) in self._times.items()}
 
     def staleness(self) -> tuple[int, float]:
         """Return the maximum and the mean of the number of updates that a gradient has missed.
 
-        An update is missed if it came after the forward pass that led to the gradient, and before
-        the update with this gradient.
+        A gradient misses the updates between its forward pass and the update that uses it.
         """
         chunks = self.chunks.values()
         used = sum(one.gradients_used for one in chunks)
@@ -323,8 +315,8 @@ class Stage:
     def visit(self, arrays: dict, function: Callable[[str, Any], None]) -> None:
         """Call ``function(name, array)`` on rank 0 for the `arrays` of all stages. Collective.
 
-        `arrays` has arrays of this rank by name. The arrays come in the order of their names, and
-        are sent to rank 0 one at a time.
+        `arrays` has arrays of this rank by name. They are sent to rank 0 one at a time, in the
+        order of their names.
         """
         mine = {} if self.replica else dict.fromkeys(arrays, self.rank)
         owners = run_on_all(self.comm, "md.Stage: names", lambda: mine, _joined)
@@ -345,14 +337,11 @@ class Stage:
                     self.messages.drop(one)
 
     def loss_share(self) -> float:
-        """Return this rank's share of the mean loss of the last step.
-
-        The sum of all ranks' shares is the mean loss.
-        """
+        """Return this rank's part of the last step's mean loss; all ranks' parts add up to it."""
         return self._loss if self.reads_labels else 0.0
 
     def _operation(self, name: str, sizes: Sequence[int]) -> ExitStack:
-        """Return a context manager: an error of one rank ends its operation on all ranks."""
+        """Return a context manager: if one rank raises an error in it, all ranks do."""
         told = Signature(name, "", f"({sum(sizes)})", extra=f"microbatches of {list(sizes)}")
         with self._guard(name) as stack:
             self.context.begin(told)

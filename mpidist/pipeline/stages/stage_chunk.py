@@ -15,7 +15,7 @@ def _nothing(name: str) -> None:
 
 
 class Chunk:
-    """Consecutive layers of a model, which one rank computes, and the sums of their gradients.
+    """Consecutive layers of a model (a chunk), which one rank computes, and their gradients.
 
     Parameters
     ----------
@@ -30,9 +30,8 @@ class Chunk:
         parameters. None if the backward pass continues in the previous chunk.
     views, vectors
         `views` has, by name, the arrays into which the gradients of a microbatch are written. They
-        are views of `vectors`, which are summed over microbatches and replicas. The last two
-        numbers of the first vector belong to no gradient; the last chunk of the model puts the loss
-        there.
+        are views of `vectors`, which are summed over microbatches and replicas. The last chunk of
+        the model puts the loss at the end of the first vector.
     """
 
     #: The largest number of versions of the parameters at the same time. `VersionedChunk` explains
@@ -83,12 +82,7 @@ class Chunk:
         )
 
     def open_sums(self, comm, pieces: int, in_order: bool) -> None:
-        """Prepare to sum the gradients over microbatches and ranks. Collective over `comm`.
-
-        `comm` has the ranks of this stage, and `pieces` is the number of microbatches of all of
-        them. `in_order` says whether this rank computes its microbatches in the order of their
-        numbers.
-        """
+        """Prepare to sum the gradients over microbatches and ranks. Collective over `comm`."""
         self.in_parts = is_sent(comm)
         for k, vector in enumerate(self.vectors):
             names = [name for name, view in self.gradients.items() if view.dtype == vector.dtype]
@@ -113,10 +107,7 @@ class Chunk:
                 memory[-2:] = part.vector[-2:]  # the loss
 
     def forward(self, microbatch: int, x, keep: bool):
-        """Return the layers' output for input `x`, which belongs to a microbatch.
-
-        With `keep`, keep what the layers save for `backward` under the number `microbatch`.
-        """
+        """Return the layers' output for the input `x` of a microbatch."""
         tape, entered = [], x
         for layer in self.layers:
             x, saved = layer.forward(self.parameters, x)
@@ -149,8 +140,7 @@ class Chunk:
         """Write the gradients of a microbatch; return the gradient of the input.
 
         The result is None if no earlier layer of the model has parameters. ``ready(name)`` is
-        called as soon as the gradient of the parameter `name` is final. `weight` is the factor with
-        which the following call of `add` multiplies these gradients, if it is already known.
+        called as soon as the gradient of the parameter `name` is final.
         """
         tape, parameters = self._tapes.pop(microbatch), self.used_by(microbatch)
         del self._bytes[microbatch]
@@ -163,13 +153,7 @@ class Chunk:
         return dy if self.first is None else None
 
     def backward_input(self, microbatch: int, dy):
-        """Return only the gradient of the input, which the previous chunk needs.
-
-        Call `backward_weights` later.
-
-        A layer whose backward pass cannot be split computes all its gradients here. These gradients
-        are kept until `backward_weights` is called.
-        """
+        """Return only the gradient of the input. Call `backward_weights` later for the others."""
         tape, later = self._tapes.pop(microbatch), []
         layers, last = self._layers("backward_input"), 0 if self.first is None else self.first
         for i in range(len(self.layers) - 1, last - 1, -1):
@@ -186,11 +170,7 @@ class Chunk:
         return dy if self.first is None else None
 
     def _input_of(self, layer, saved, dy):
-        """Return the gradient of a layer's input; the caller may change it, but not `dy`.
-
-        If the layer has weights, their gradients are later computed from `dy`, so the returned
-        array then does not share its memory.
-        """
+        """Return the gradient of a layer's input; the caller may change it, but not `dy`."""
         dx = layer.backward_input(self.parameters, saved, dy)
         # The previous layers may change, in place, the gradient that they get.
         if layer.shapes() and array_module(dx).may_share_memory(dx, dy):
@@ -203,12 +183,7 @@ class Chunk:
         ready: Callable[[str], None] = _nothing,
         weight: float | None = None,
     ) -> None:
-        """Write the gradients of the parameters for a microbatch, after `backward_input`.
-
-        ``ready(name)`` is called as soon as the gradient of the parameter `name` is final. `weight`
-        is the factor with which the following call of `add` multiplies these gradients, if it is
-        known.
-        """
+        """Write the gradients of the parameters for a microbatch, after `backward_input`."""
         del self._bytes[microbatch]
         self._aim(weight)
         layers = self._layers("backward_weights")
@@ -234,11 +209,7 @@ class Chunk:
             self.vectors[0][-2] = loss
 
     def add_ready(self, microbatch: int, weight: float, ready: set[str]) -> None:
-        """Add the gradients of a microbatch, but only those parts of the vector that are final.
-
-        A part is a contiguous piece of the vector of gradients. It is final if `ready` has the
-        names of all its gradients.
-        """
+        """Add to the sums those parts of a microbatch's gradients that are final."""
         for k, part in enumerate(self.parts):
             if k not in self._added and part.names and part.names <= ready:
                 part.add(microbatch, weight)
@@ -247,8 +218,7 @@ class Chunk:
     def add(self, microbatch: int, weight: float | None) -> None:
         """Add the gradients of a microbatch, multiplied by `weight`, to the sums.
 
-        `weight` is None for a microbatch without samples. Gradients that `add_ready` has already
-        added are not added again.
+        `weight` is None for a microbatch without samples.
         """
         for k, part in enumerate(self.parts):
             if k not in self._added:
@@ -261,10 +231,7 @@ class Chunk:
         return float(self.vectors[0][-2]) if self.vectors else 0.0
 
     def close(self) -> None:
-        """Free the memory of the sums.
-
-        Collective over the replicas of the stage; no messages are sent.
-        """
+        """Free the memory of the sums. Collective over the replicas of the stage."""
         self._write_into(self.gradients)  # and not into the memory of the sums, which is freed
         for part in self.parts:
             part.close()
@@ -291,10 +258,7 @@ def array_bytes(saved: Any) -> int:
 
 
 def _has_halves(layer) -> bool:
-    """Whether the two halves of a layer's backward pass do what its `backward` does.
-
-    The halves do something else if a subclass has its own `backward`, and inherits the halves.
-    """
+    """Return whether `backward_input` and `backward_weights` of a layer may replace `backward`."""
     kinds = type(layer).__mro__
 
     def depth(name: str) -> int:

@@ -1,18 +1,14 @@
 """The messages between stages: arrays that arrive with the memory layout of the sender.
 
-An array is sent as it lies in memory, and the receiver makes an array with the same strides
-(`activation_wire`). The receiver does not know the layout (dtype, shape and strides) at first. So
-before the first array with a new number of samples, the sender sends the layout in a short message.
-Until this layout has arrived, the receiver only notes which arrays it must receive. After that, a
-receive begins as soon as the stage calls `receive`, which is before the stage needs the data:
+Before the first array with a new number of samples, the sender sends its layout (dtype, shape and
+strides) in a short message. Later arrays of this size have the same layout. A receive begins before
+the stage needs the data:
 
     sender      layout | data 0 | data 1 | ...
     receiver    waits for the layout, then receives 0; receives of 1, 2, ... begin ahead
 
-Each chunk has one channel for arrays of the forward pass and one for arrays of the backward pass. A
-channel has two MPI tags: one for layouts and one for data. Messages between two ranks on the same
-channel arrive in the order in which they were sent. `give_back` lets later receives use the buffers
-of received arrays.
+Each chunk (group of consecutive layers) has one channel for arrays of the forward pass and one for
+arrays of the backward pass.
 """
 
 from __future__ import annotations
@@ -116,11 +112,7 @@ class StageMessages:
         self._free: dict[int, list[np.ndarray]] = defaultdict(list)
 
     def send(self, array, dest: int, channel: int, samples: int) -> list[MPI.Request]:
-        """Begin to send an array, which must not change until it is sent; return its requests.
-
-        `dest` is the receiving rank, and `channel` is explained at `receive`. `samples` is the
-        number of samples in the array.
-        """
+        """Begin to send an array, which must not change until it is sent; return its requests."""
         buffer, shape, strides = to_wire(array)
         layout, memory = ArrayLayout(buffer.dtype.name, shape, strides), buffer.view(np.uint8)
         memory = memory if self.xp is np else memory.get()
@@ -144,12 +136,10 @@ class StageMessages:
         return requests
 
     def receive(self, source: int, channel: int, samples: int) -> Arrival:
-        """Begin to receive an array. If its layout is unknown yet, the receive begins later.
+        """Begin to receive an array of `samples` samples from the rank `source`.
 
-        The layout (dtype, shape and strides) comes in a message of its own. It is the same for all
-        arrays with the same number of `samples`. `channel` is a number from which the MPI tags
-        follow: each chunk has one channel for arrays of the forward pass and one for the backward
-        pass.
+        `channel` is a number from which the MPI tags follow: each chunk (group of consecutive
+        layers) has one channel for arrays of the forward pass and one for the backward pass.
         """
         one = Arrival(self, source, channel, samples)
         self._noted[source, channel].append(one)
@@ -157,10 +147,7 @@ class StageMessages:
         return one
 
     def begin_receives(self, source: int, channel: int) -> None:
-        """Begin the receives that `receive` has put off, in order, as far as layouts are known.
-
-        The receives are those of arrays from the rank `source` on one `channel` (see `receive`).
-        """
+        """Begin the receives that have waited for the dtype, shape and strides of their arrays."""
         noted = self._noted[source, channel]
         while noted:
             one = noted[0]
@@ -188,24 +175,15 @@ class StageMessages:
         return memory[start : start + nbytes]
 
     def give_back(self, arrived: Sequence[Arrival], after: list[MPI.Request]) -> None:
-        """Release received arrays: later receives may use their buffers once the sends `after` end.
-
-        `after` are the sends of this rank that may still read from the received arrays.
-        """
+        """Let later receives use the buffers of `arrived` arrays once `after` are complete."""
         self._sending.append((after, None, arrived))
 
     def drop(self, arrived: Arrival) -> None:
-        """Free the buffer of a received array, and forget its layout.
-
-        The caller knows that no such array comes again.
-        """
+        """Free the buffer of a received array, and forget the layout of such arrays."""
         del self._known[arrived.source, arrived.channel, arrived.samples]
 
     def drop_sent(self, dest: int, channel: int, samples: int) -> None:
-        """Forget that the layout (dtype, shape, strides) of an array was sent.
-
-        The receiver has forgotten it, too.
-        """
+        """Forget that the layout (dtype, shape, strides) of an array was sent."""
         del self._told[dest, channel, samples]
 
     def progress(self) -> bool:

@@ -1,4 +1,4 @@
-"""Carry out the actions of a rank of a pipeline: compute, send, receive, add gradients."""
+"""Carry out a rank's part of a pipeline: compute, send, receive, add gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _nothing(name: str) -> None:
 
 
 class StagePass:
-    """Carries out the actions of one step on this rank, and holds the data of its microbatches."""
+    """Does the computations and messages of one step on this rank, and holds its data."""
 
     def __init__(self, stage, sizes, inputs: dict, labels: dict | None, total: int | None):
         self.stage, self.sizes, self.total = stage, sizes, total
@@ -43,7 +43,7 @@ class StagePass:
         self._after_send: tuple[int, int] | None = None
 
     def do(self, action: StageAction) -> None:
-        """Do one action; for a microbatch without samples, nothing is computed or sent."""
+        """Do one computation or message of the list; a microbatch without samples needs neither."""
         kind, chunk, i = action
         fault_point("action")
         if not self.sizes[i]:
@@ -109,10 +109,7 @@ class StagePass:
         self._done(c, i)
 
     def _weights_after_send(self, c: int, i: int) -> None:
-        """Compute the gradients of the weights, which `_backward` has put off.
-
-        The gradient of the input is sent first, because another rank waits for it.
-        """
+        """Compute the gradients of the weights, after the gradient of the input was sent."""
         began = time.perf_counter()
         self._backward_weights(c, i)
         self._after_send = None
@@ -143,12 +140,7 @@ class StagePass:
         self.stage.chunks[c].backward_weights(i, self._ready(c, i), weight)
 
     def _ready(self, c: int, i: int) -> Callable[[str], None]:
-        """Return the function that the backward pass calls when a gradient is final.
-
-        The gradients of a chunk may be summed over the replicas in parts. In the chunk's last
-        backward pass, the returned function begins the sum of each complete part. If a gradient of
-        the input is being sent, the function lets MPI continue the send.
-        """
+        """Return the function that the backward pass calls when a gradient is final."""
         chunk, names, weight = self.stage.chunks[c], set[str](), self.sizes[i] / self.total
         if c == self.stage.last_chunk:
             chunk.note_loss(self._losses.pop(i))

@@ -3,11 +3,10 @@
     last backward pass of a chunk    | layer 3 | layer 2 | layer 1 | layer 0 |
     parts that are sent                        | part 1: layers 3, 2 .. | part 0: layers 1, 0 ..
 
-If the replicas are on several hosts, the gradients of a chunk are cut into parts of whole layers. A
-rank begins to send a part as soon as it has added the gradients of its last microbatch to the part.
-All replicas begin to sum their parts in the same order. If all replicas are on one host, they add
-in shared memory, and a chunk has one part for each dtype. The bits do not depend on the parts,
-because each element is added in the same tree.
+If the replicas are on several hosts, the gradients of a chunk (a group of layers) are cut into
+parts of whole layers. A rank begins to send a part as soon as it has added its last microbatch's
+gradients to the part. If all replicas are on one host, they add in shared memory, and there is one
+part for each dtype. The bits of the sums do not depend on the parts.
 """
 
 from __future__ import annotations
@@ -31,9 +30,6 @@ LEAST = 1 << 18
 
 class SumPart:
     """The sum, over microbatches and the ranks of a stage, of some gradients. Collective.
-
-    The gradients are contiguous in a vector. They can be sent while this rank computes the
-    gradients of other parts.
 
     Parameters
     ----------
@@ -78,9 +74,7 @@ class SumPart:
     def share_memory(self, layers: Sequence[Sequence[str]]) -> None:
         """Let all layers write their gradients into one small memory, which each layer overwrites.
 
-        Each layer's gradients are added (`take`) before the next layer overwrites them, while they
-        are in the processor's cache. `layers` has the names of the parameters of each layer. Does
-        nothing if the memory would not be much smaller than `vector`.
+        Call `take` for each layer's gradients before the next layer overwrites them.
         """
         mine = [[name for name in names if name in self._bounds] for names in layers]
         sizes = [sum(math.prod(self._shapes[name]) for name in names) for names in mine]
@@ -102,11 +96,9 @@ class SumPart:
     def aim(self, weight: float | None) -> tuple[Any, dict]:
         """Return where layers must write the next microbatch's gradients: a vector, and arrays.
 
-        The arrays are in a dict, by the names of the gradients. The vector is `vector`, or memory
-        of the sum itself, which saves a copy. Each array is the place of one gradient in the
-        vector. Its first axis, which counts microbatches, has length 1. If all layers share memory
-        (`share_memory`), the arrays are in this memory instead; call `take` after the backward pass
-        of each layer. `weight` is the weight of the microbatch in the sum, if it is known.
+        The arrays are in a dict, by the names of the gradients. They are views of the vector, or of
+        the memory of `share_memory`; in this case, call `take` after the backward pass of each
+        layer.
         """
         self._row = self.sums.next_row() if self._fits else None
         if self._row is None and self._one_layer and weight is not None:
@@ -132,9 +124,6 @@ class SumPart:
         """Add a microbatch's gradients, multiplied by `weight`.
 
         `weight` is None for a microbatch without samples.
-
-        The gradients are in the arrays that `aim` has returned for this microbatch, or in `vector`
-        if `aim` was not called.
         """
         row, self._row = self._row, None
         vector, factor = (None, 1.0) if weight is None else (self.vector, weight)
@@ -151,10 +140,7 @@ class SumPart:
         self._left -= 1
 
     def close(self) -> None:
-        """Free the memory of the sum.
-
-        Collective over the replicas of the stage; no messages are sent.
-        """
+        """Free the memory of the sum. Collective over the replicas of the stage."""
         self._row = self._add_part = None  # these and the views are in the memory of the sum
         self._views.clear()
         self._one_layer.clear()
@@ -168,17 +154,14 @@ class SumPart:
 
 
 class SumQueue:
-    """The sums of gradients of a rank, in the order in which all replicas of its stage begin them.
-
-    `parts` are the `SumPart` objects of all chunks (groups of consecutive layers) of the rank.
-    """
+    """The sums of gradients of a rank, in the order in which all replicas begin them."""
 
     def __init__(self, parts: Sequence[SumPart]):
         self.parts = list(parts)
         self._begun = 0
 
     def progress(self) -> None:
-        """Begin the next sums whose gradients are complete; continue the sums under way."""
+        """Begin the next sums whose gradients are complete; continue the sums that have begun."""
         while self._begun < len(self.parts) and self.parts[self._begun].complete:
             self.parts[self._begun].sums.begin()
             self._begun += 1
@@ -207,10 +190,6 @@ def parts_of_vector(
     """Cut a vector of gradients into parts to be summed one by one; return (start, stop, names).
 
     The part at the end of the vector comes first, because its gradients are the first to be final.
-
-    `names` and `sizes` are the names and sizes of the arrays in the vector, in their order. Each
-    part has at least 256 KiB (`LEAST`); only the part at the beginning of the vector may have
-    fewer.
     """
     parts: list[tuple[int, int, set[str]]] = []
     stop = end = sum(sizes)

@@ -1,8 +1,4 @@
-"""The steps of all schedules but "pipedream", with one sum over a step's microbatches.
-
-The parameters do not change during a step. `PieceSum` adds the gradients over the replicas of a
-stage, so the sum has the same bits as on one rank.
-"""
+"""The steps of all schedules but "pipedream": the parameters do not change during a step."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from .sum_parts import SumQueue
 
 
 class SynchronousSteps:
-    """The steps of a `Stage` with one of the synchronous schedules. Collective."""
+    """The steps of a `Stage` with any schedule but "pipedream". Collective over all ranks."""
 
     chunk = Chunk
 
@@ -40,10 +36,9 @@ class SynchronousSteps:
             )
 
     def step(self, inputs: dict, labels: dict, sizes, total: int, update) -> tuple[list, float]:
-        """Do a step; return the times of its computations, and this rank's share of the mean loss.
+        """Do a step; return the times of its computations, and this rank's part of the mean loss.
 
-        Collective. `inputs` and `labels` have the arrays of each of this rank's microbatches; the
-        other arguments are those of `Stage.run`. The sum of all ranks' shares is the mean loss.
+        Collective. The sum of all ranks' parts is the mean loss.
         """
         stage = self._stage
         one_pass = StagePass(stage, sizes, inputs, labels, total)
@@ -60,13 +55,10 @@ class SynchronousSteps:
         return one_pass.spans, loss
 
     def drain(self) -> list:
-        """Return an empty list: between two steps, no microbatch is under way."""
+        """Return an empty list, because each step finishes its microbatches."""
         return []
 
     def close(self) -> None:
-        """Free the memory of the sums.
-
-        Collective over the replicas of the stage; no messages are sent.
-        """
+        """Free the memory of the sums. Collective over the replicas of the stage."""
         for chunk in self._stage.chunks.values():
             chunk.close()

@@ -1,11 +1,10 @@
-"""Find gradients that a layer does not write, in its first backward pass in a chunk.
+"""Find gradients that a layer does not write in its first backward pass.
 
     before    all bytes of the layer's gradients become 0xFE
     after     an element with these bytes was not written: an error names the layer
 
-A layer must write each of its gradients whole. Before the backward pass, the memory of a gradient
-contains values of another layer or microbatch. Without this check, the layer would be trained with
-these values, and no error would tell.
+Without this check, the layer would be trained with values of another layer or microbatch, which the
+memory of the gradient contained before.
 """
 
 from __future__ import annotations
@@ -26,20 +25,14 @@ class Checked:
         self._layer, self._names = layer, list(layer.shapes())
 
     def backward(self, parameters, saved, dy, gradients, ready, first=False):
-        """Call the layer's `backward` with the same arguments.
-
-        Raises ConfigError if the layer does not write all gradients.
-        """
+        """Call the layer's `backward`; raise ConfigError if a gradient is not written."""
         _mark(gradients, self._names)
         dx = self._layer.backward(parameters, saved, dy, gradients, ready, first=first)
         self._check(gradients)
         return dx
 
     def backward_weights(self, parameters, saved, dy, gradients, ready) -> None:
-        """Call the layer's `backward_weights` with the same arguments.
-
-        Raises ConfigError if the layer does not write all gradients.
-        """
+        """Call the layer's `backward_weights`; raise ConfigError if a gradient is not written."""
         _mark(gradients, self._names)
         self._layer.backward_weights(parameters, saved, dy, gradients, ready)
         self._check(gradients)

@@ -1,8 +1,7 @@
-"""A group of layers whose parameters change while microbatches are under way ("pipedream").
+"""A group of layers whose parameters change before all microbatches are done ("pipedream").
 
-The backward pass of a microbatch uses the same parameters as its forward pass. Therefore the
-parameters are copied before an update, if a microbatch has used them in its forward pass and its
-backward pass is still to come:
+The backward pass of a microbatch uses the same parameters as its forward pass. Before an update,
+the parameters are therefore copied for the microbatches whose backward pass is still to come:
 
     F0 F1 F2   B0 U0   F3   B1 U1
     begun with version 0    1
@@ -39,7 +38,7 @@ class VersionedChunk(Chunk):
 
     @property
     def stash_bytes(self) -> int:
-        """The bytes that are kept for microbatches under way: activations, and old parameters."""
+        """The bytes that are kept for later backward passes: activations and old parameters."""
         old = {id(one): one for one in self._old.values()}
         return super().stash_bytes + sum(a.nbytes for one in old.values() for a in one.values())
 
@@ -49,10 +48,7 @@ class VersionedChunk(Chunk):
         self._write_into(views)
 
     def forward(self, microbatch: int, x, keep: bool):
-        """Return the output of the layers; note which version of the parameters computed it.
-
-        The arguments are those of `Chunk.forward`.
-        """
+        """Return the output of the layers; note which version of the parameters computed it."""
         if keep:
             self._begun[microbatch] = self.updates
         return super().forward(microbatch, x, keep)
@@ -62,11 +58,7 @@ class VersionedChunk(Chunk):
         return self._old.pop(microbatch, self.parameters)
 
     def before_update(self, microbatch: int) -> None:
-        """Prepare an update: copy the parameters, if microbatches under way still need them.
-
-        Microbatches that already have a copy of older parameters keep it. The update uses the
-        gradients of `microbatch`, which belongs to this rank and may have no samples.
-        """
+        """Copy the parameters that later backward passes need, before an update."""
         begun = self._begun.pop(microbatch, None)
         if begun is not None:
             missed = self.updates - begun

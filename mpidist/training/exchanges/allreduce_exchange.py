@@ -1,9 +1,8 @@
 """How the strategy `AllReduce` exchanges gradients: each step averages them over all ranks.
 
-Each rank has a replica (a copy) of the whole model, and updates it with the averaged gradients. The
-gradients of all tensors, the loss and a rank's request to stop are in one vector. Inside a node, a
-step sums this whole vector with one reduction. Between nodes, the vector is cut into buckets
-(parts), and each bucket needs one reduction. The vector contains:
+Each rank has a copy of the whole model, and updates it with the averaged gradients. The gradients
+of all tensors, the loss and a rank's request to stop are in one vector, which is summed inside each
+node as a whole and between nodes in parts (buckets):
 
     [ dense3.b | dense3.w | ... | conv1.w | loss | stop ]    scaled by local / global samples
 """
@@ -69,18 +68,11 @@ class Replicas(WholeModel):
             self._scratch, _ = flat_views(self.model.parameters)
 
     def part(self, count: int, step: int = 0) -> tuple[int, int]:
-        """Return (start, stop) of this rank's samples in a global batch of `count` samples.
-
-        The result is the same for every `step`.
-        """
+        """Return (start, stop) of this rank's samples in a global batch of `count` samples."""
         return BlockPartition(count, self.comm.size).range(self.comm.rank)
 
     def compute(self, feed, indices) -> tuple[float, int]:
-        """Compute the gradients of this rank's samples; return (their mean loss, their number).
-
-        `feed` reads the samples; `indices` are the records of the global batch. A rank without a
-        good sample sets its gradients to zero, so that `reduce` can be called on all ranks.
-        """
+        """Compute the gradients of this rank's samples; return (their mean loss, their number)."""
         start, stop = self.part(len(indices))
         mine = indices[start:stop]
         taken = feed.take(mine)
@@ -123,11 +115,7 @@ class Replicas(WholeModel):
         return check_loss(self.model.loss_and_gradients(batch, gradients, *more))
 
     def _add_up(self, batch, samples: int) -> float:
-        """Compute the mean gradients of `batch`, cut into `accumulate` parts; return the mean loss.
-
-        The model computes the gradients of one part after the other. Gradients are sent only during
-        the last part: each one as soon as the last part's gradient is added to it.
-        """
+        """Compute the mean gradients of `batch` in `accumulate` parts; return the mean loss."""
         bounds = BlockPartition(samples, min(self.accumulate, samples)).bounds()
         last, total = len(bounds) - 2, 0.0
         added: set[str] = set()
@@ -162,18 +150,12 @@ class Replicas(WholeModel):
         return float(self.exchange.extras[0]), bool(self.exchange.extras[1] > 0)
 
     def rescale(self, factor: float) -> None:
-        """Multiply the averaged gradients by `factor`, to correct the mean for samples left out.
-
-        Call this method if `reduce` has returned a true flag, and if the step is not discarded.
-        """
+        """Multiply the averaged gradients by `factor`, to correct the mean for samples left out."""
         for gradient in self.gradients.values():
             gradient *= factor
 
     def order(self) -> dict[str, int]:
-        """Return the order in which the backward pass finishes gradients: {name: number}, or {}.
-
-        The dict is empty if the order is not known.
-        """
+        """Return the order in which the backward pass finishes gradients: {name: number}."""
         return {name: k for k, name in enumerate(self.exchange.order or [])}
 
     def arrange(self, order: dict[str, int]) -> None:
@@ -193,7 +175,7 @@ class Replicas(WholeModel):
         self.optimizer.update(self.gradients, self.optimizer_state, self.model.parameters)
 
     def state(self, saving: bool) -> dict:
-        """Return the arrays that a checkpoint saves, without a copy: parameters and optimizer."""
+        """Return the parameters and the optimizer state for a checkpoint: arrays, not copies."""
         return {"parameters": dict(self.model.parameters), "optimizer": self.optimizer_state}
 
     def begin(self) -> None:
@@ -226,17 +208,14 @@ class Replicas(WholeModel):
             context.escaped(error)  # unless `Gradients.ready` has sent it
 
     def lost(self, error: BaseException) -> None:
-        """Do nothing after a death: buffers that MPI may still write belong to `comm`."""
+        """Do nothing after a death: MPI may still write into the buffers."""
 
     def _let_go(self) -> None:
         self.exchange.abandon()
 
 
 def check_in_place(gradients: dict, views: dict) -> None:
-    """Raise ConfigError if a model has put arrays of its own into `gradients`.
-
-    The model's own arrays would never be sent, and the replicas would differ without any error.
-    """
+    """Raise ConfigError if a model has put arrays of its own into `gradients`."""
     for name, view in views.items():
         if gradients.get(name) is not view:
             raise ConfigError(

@@ -1,7 +1,4 @@
-"""The accuracy of a model on test data, and a digest of its parameters.
-
-Exchanges whose workers have the whole model inherit from `WholeModel`.
-"""
+"""The accuracy of a model on test data, and a digest of its parameters."""
 
 from __future__ import annotations
 
@@ -30,10 +27,7 @@ BLOCK = 4 << 20
 
 
 class WholeModel:
-    """Base class of exchanges whose workers have the whole model.
-
-    Its methods return what the summary of a run needs.
-    """
+    """Base class of exchanges whose workers have the whole model."""
 
     workers: Any
     model: Any
@@ -47,10 +41,7 @@ class WholeModel:
         return None
 
     def peer_facts(self) -> dict | None:
-        """Return None: this strategy does not average the models of ranks.
-
-        Other strategies return figures about these averages here, for the summary of the run.
-        """
+        """Return None: this strategy does not average the models of ranks."""
         return None
 
     def digest(self) -> str:
@@ -64,9 +55,6 @@ def evaluate(comm, model, data) -> float:
     A sample is correct if the largest score of the model is at the label of the sample. If a sample
     has several labels (each 0 or 1), the label at the largest score must be 1. Bad records are left
     out.
-
-    Each rank predicts its part of the data. The correct samples are counted as integers, so the
-    result is exact and does not depend on the number of ranks.
     """
     check_comm(comm)
     source = as_source(data)
@@ -87,13 +75,12 @@ def evaluate(comm, model, data) -> float:
 def check_test_data(model, data) -> None:
     """Raise ConfigError if the model does not give class scores for the first two test samples.
 
-    It uses two samples, because with one sample a model may drop the axis of length 1. A sample
-    that is a bad record is not checked. The arrays in ``model.state`` (such as running means) are
-    restored.
+    The arrays in ``model.state`` (such as running means) are restored.
     """
     source = as_source(data)
     if not len(source):
         return
+    # With one sample, a model may drop the axis of length 1.
     taken = BadRecordFilter(source).take(np.arange(min(2, len(source))))
     if len(taken.kept):
         *inputs, labels = beside(taken.batch, model)
@@ -129,7 +116,7 @@ def count_hits(scores, labels) -> int:
 def shared_accuracy(comm, hits: int, used: int) -> float:
     """Return the fraction of all ranks' samples that were classified correctly.
 
-    Collective over `comm`. `hits` and `used` are this rank's numbers of correct and of all samples.
+    Collective over `comm`.
     """
     total = np.array([hits, used], np.int64)
     allreduce(comm, total, algorithm="native")
@@ -145,10 +132,7 @@ def parameters_digest(parameters: dict) -> str:
 
 
 def add_to_digest(total, name: str, array) -> None:
-    """Add one parameter to the hash object `total`.
-
-    Call this function in the order of the parameters' names.
-    """
+    """Add one parameter to the hash object `total`."""
     host = array if array_module(array) is np else array.get()
     total.update(digest_header(name, host.dtype.str, host.shape))
     total.update(np.ascontiguousarray(host).tobytes())
@@ -162,9 +146,7 @@ def digest_header(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
 def digest_of_parts(comm, arrays: Mapping) -> str:
     """Return on all ranks the digest that `parameters_digest` has for the whole arrays. Collective.
 
-    `arrays` has the arrays of this rank by name. An array is either whole, or a `Shard` whose part
-    is a box of the whole array. Ranks may have different names, and several ranks may have the same
-    array or box.
+    `arrays` has the arrays of this rank by name: whole arrays, or parts of whole arrays (`Shard`).
     """
 
     def described() -> dict:

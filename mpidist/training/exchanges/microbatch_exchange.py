@@ -1,11 +1,8 @@
 """Add gradients for ``train(..., microbatches=V)``: equal to the bit on any number of ranks.
 
-The global batch is cut into V pieces (microbatches). A sample's piece depends only on its position
-in the batch, and not on the number of ranks. A rank calls the model once for each piece, so that
-the matrix products of a piece have the same shapes on any number of ranks. If the model has the
-method `piece_gradients`, one call of this method computes several pieces of equal size. The
-gradients, loss and model state of a piece are multiplied by the fraction of the batch's samples
-that are in this piece. The results of all V pieces are added in the fixed order of a tree
+The global batch is cut into V pieces (microbatches), and the model computes the gradients of each
+piece on its own. These gradients are multiplied by the fraction of the batch's samples that are in
+the piece. The results of all V pieces are added in the fixed order of a tree
 (``collectives/schedules/fixed_tree.py``).
 
     global batch of 10, V = 4    0 1 2 | 3 4 5 | 6 7 | 8 9
@@ -93,10 +90,7 @@ class PieceReplicas(Replicas):
         return BlockPartition(count, self.pieces).bounds()[mine.start : mine.stop + 1]
 
     def part(self, count: int, step: int = 0) -> tuple[int, int]:
-        """Return (start, stop) of this rank's samples in a global batch of `count` samples.
-
-        The result is the same for every `step`.
-        """
+        """Return (start, stop) of this rank's samples in a global batch of `count` samples."""
         bounds = self._bounds(count)
         return bounds[0], bounds[-1]
 
@@ -104,10 +98,6 @@ class PieceReplicas(Replicas):
         """Compute and add the gradients of this rank's pieces (microbatches).
 
         Returns (what these pieces contribute to the global mean loss, their number of samples).
-
-        All samples of this rank are read in one call, and are then cut into pieces. A piece may
-        have no samples, because the last batch is short or because records are bad. The gradients
-        of a piece without samples are zero.
         """
         bounds = self._bounds(len(indices))
         mine = indices[bounds[0] : bounds[-1]]
@@ -184,8 +174,7 @@ class PieceReplicas(Replicas):
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
         """Add the gradients of all ranks' microbatches; return (global mean loss, flag).
 
-        Collective over `comm`. The flag is true if `stop` is true on any rank. The argument `loss`
-        is not used, because `compute` has stored the loss beside the gradients.
+        Collective over `comm`. The flag is true if `stop` is true on any rank.
         """
         self._exchange(stop)
         first = self.flat[0]
@@ -211,8 +200,7 @@ class PieceReplicas(Replicas):
     def begin(self) -> None:
         """Measure the time of a sum of gradients in fixed order, and of an allreduce. Collective.
 
-        The attribute `price` gets the medians of both times (fixed order and plain), in
-        microseconds, on the slowest rank.
+        The attribute `price` gets the medians of both times, in microseconds, on the slowest rank.
         """
         if self.comm.size == 1:
             return
@@ -243,15 +231,10 @@ class PieceReplicas(Replicas):
 
 
 def together(model, most: int) -> int:
-    """Return how many pieces (microbatches) one call of the model may compute, at most `most`.
-
-    The result is 1 for a model without `piece_gradients`. The result is 1 for a model with state,
-    because each piece must start from the state before the step. The result is also 1 on a GPU,
-    because a library may compute a single matrix product and several products with different
-    kernels, whose results may differ in the last bits.
-    """
+    """Return how many pieces (microbatches) one call of the model may compute, at most `most`."""
     parameters = list(model.parameters.values())
     stateful = bool(getattr(model, "state", {}))
+    # A GPU may compute one product and several products with different kernels and last bits.
     if stateful or not hasattr(model, "piece_gradients") or is_device(parameters[0]):
         return 1
     return max(1, min(most, TOGETHER_BYTES // sum(array.nbytes for array in parameters)))
@@ -261,7 +244,6 @@ def equal_runs(bounds: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
     """Group neighbouring microbatches of equal size, for one call of the model for each group.
 
     Yields (samples per microbatch, number of microbatches); the second number is at most `most`.
-    `bounds` has the first sample of each microbatch, and the end of the last one.
     """
     sizes = (stop - start for start, stop in itertools.pairwise(bounds))
     for samples, equal in itertools.groupby(sizes):

@@ -1,17 +1,12 @@
 """How `PeerAverage` trains: each rank updates a model of its own, and averages it with peers.
 
     every step           each rank computes gradients and updates its own model, without messages
-    every `every` steps  a round: each rank sends its model to peers, and averages it with the
-                         models that it receives (`mpidist.peers`)
+    every `every` steps  each rank sends its model to peers, and averages it with the models that
+                         it receives (`mpidist.peers`)
     checkpoint, end      parameters and optimizer states are averaged over all ranks
 
-After an average over all ranks the models are equal, and the rounds are counted from 0 again.
-Therefore a checkpoint has one model, from which any number of ranks and any strategy can start. A
-run that is resumed from a checkpoint continues exactly as the run that saved it.
-
-Ranks may be at different steps. If a rank is asked to stop, `Agreement` finds a step that no rank
-has passed, and all ranks stop after this step. While a rank waits, it answers the messages of
-`Agreement`; otherwise two ranks could wait for each other.
+A checkpoint has one model, from which any number of ranks and any strategy can start. Ranks may be
+at different steps. If a rank is asked to stop, all ranks stop after a step that no rank has passed.
 """
 
 from __future__ import annotations
@@ -50,9 +45,9 @@ _ended: list = []
 class Peers(WholeModel):
     """Train this rank's model, and average it with models of other ranks. Collective over `comm`.
 
-    `plan` says which ranks exchange models in each round. There is a round (one average) after each
-    `every` steps. `bound` is the number of rounds by which a model may arrive late, or None for any
-    number (ASP).
+    There is one average (a round) after each `every` steps. `plan` says which ranks exchange models
+    in each round. `bound` is the number of rounds by which a model may arrive late, or None for any
+    number.
     """
 
     dedicated = False
@@ -100,17 +95,11 @@ class Peers(WholeModel):
     # -- a step ------------------------------------------------------------------------
 
     def part(self, count: int, step: int = 0) -> tuple[int, int]:
-        """Return (start, stop) of this rank's samples in a global batch of `count` samples.
-
-        The result is the same for every `step`.
-        """
+        """Return (start, stop) of this rank's samples in a global batch of `count` samples."""
         return BlockPartition(count, self.comm.size).range(self.comm.rank)
 
     def compute(self, feed, indices) -> tuple[float, int]:
-        """Compute the gradients of this rank's samples; return (their mean loss, their number).
-
-        While this rank waits for data, it answers other ranks that want to stop.
-        """
+        """Compute the gradients of this rank's samples; return (their mean loss, their number)."""
         start, stop = self.part(len(indices))
         mine = indices[start:stop]
         while (taken := feed.take(mine, self._attend)) is None:
@@ -176,7 +165,7 @@ class Peers(WholeModel):
         """Return None: it is not measured how much of the messages overlaps with computing."""
 
     def state(self, saving: bool) -> dict:
-        """Return the arrays that a checkpoint saves, without a copy: parameters and optimizer."""
+        """Return the parameters and the optimizer state for a checkpoint: arrays, not copies."""
         return {"parameters": dict(self.model.parameters), "optimizer": self.optimizer_state}
 
     def begin(self) -> None:
@@ -190,8 +179,7 @@ class Peers(WholeModel):
         """Before a checkpoint, give all ranks the mean of their models. Collective.
 
         Raises MpidistError on all ranks if a rank's loss was not finite and the mean of the models
-        is not finite either. Such a mean must not be saved, because each resumed run would begin
-        with it.
+        is not finite either.
         """
         self._meet()
         bad = run_on_all(self.comm, "md.train: losses", lambda: self._bad, any)
@@ -212,12 +200,11 @@ class Peers(WholeModel):
     def peer_facts(self) -> dict | None:
         """Return statistics of the averages with peers, for the summary of the run. Collective.
 
-        `rounds` is the largest number of rounds that a rank has done. `messages` is the number of
-        messages that all ranks have sent, and `skipped` the number of messages that were left out
-        because a peer was slow. `oldest` is the largest number of rounds by which a model was late.
-        `apart` says how far apart the models were before the last average over all ranks: the
-        distance of the models from their mean, divided by the norm of the mean. `apart` is None if
-        this number is not finite, because JSON has only finite numbers.
+        `rounds` is the largest number of averages (rounds) that a rank has done. `messages` is the
+        number of messages that all ranks have sent, and `skipped` the number of messages that were
+        left out because a peer was slow. `oldest` is the largest number of rounds by which a model
+        was late. `apart` says how far apart the models were before the last average over all ranks:
+        their distance from the mean, divided by the norm of the mean.
         """
         mine = self.messages
         found = self.rounds, mine.sent, mine.skipped, mine.oldest

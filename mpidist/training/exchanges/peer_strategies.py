@@ -1,4 +1,4 @@
-"""The settings of the strategies `PeerAverage` and `Hogwild`. This module uses no MPI."""
+"""The settings of the strategies `PeerAverage` and `Hogwild`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class PeerAverage:
     graph : str, sequence of sequences of int, or function
         Which ranks average their models with each other: "all", "ring", "butterfly" or "halton"; or
         a sequence that has, for each rank, the ranks to which it sends its model; or a function of
-        (rank, number of ranks, round) that returns these ranks. It is an error if the graph does
-        not connect all ranks.
+        (rank, number of ranks, number of the average) that returns these ranks. It is an error if
+        the graph does not connect all ranks.
     every : int
         The number of steps from one average to the next.
     consistency : BSP, SSP, ASP or int
-        Under BSP, a rank waits for its peers' models of this round. Under ``SSP(n)``, or with the
-        number n, models may be n rounds late. Under ASP, a rank never waits, and uses the models
+        Under BSP, a rank waits for its peers' models of this average. Under ``SSP(n)``, or with the
+        number n, models may be n averages late. Under ASP, a rank never waits, and uses the models
         that have arrived.
     """
 
@@ -98,7 +98,7 @@ class Hogwild:
         return size
 
     def open(self, comm, model, optimizer, *, global_batch: int, seed: int):
-        """Return the `SharedParameters` of one run: one model in memory that all ranks share.
+        """Return the object that trains one model in memory that all ranks share.
 
         Collective over `comm`.
         """

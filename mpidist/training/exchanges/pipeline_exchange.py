@@ -1,19 +1,11 @@
 """How `Pipeline` trains: each rank has some layers; microbatches pass from rank to rank.
 
-    records      read by the ranks with the first layers (inputs) and with the last layers (labels)
-    agreement    one small allreduce: does a rank have a bad record, or no records yet?
-    passes       the schedule of `Stage`, which also adds the gradients over the replicas of a stage
-    loss, stop   one small allreduce
-    update       each rank updates its own parameters
-
+The ranks with the first layers read the inputs, and the ranks with the last layers read the labels.
 A bad record is left out before its microbatch enters the pipeline. The gradients of the
-microbatches are added in the same order (a fixed tree) as with ``AllReduce`` and ``microbatches=``,
-so the parameters have the same bits. With "pipedream", the optimizer instead makes an update for
-each round of microbatches. Microbatches then stay in the pipeline between steps. The pipeline is
-emptied only at a checkpoint, at the end, and where the setting `flush` says so.
+microbatches are added in the same fixed order as with ``AllReduce`` and ``microbatches=``, so the
+parameters have the same bits, except with "pipedream".
 
-A checkpoint has the same arrays as with `AllReduce`. Therefore a run can restart from a checkpoint
-with other cuts and replicas, or with `AllReduce`.
+A run can restart from a checkpoint with other cuts and replicas, or with `AllReduce`.
 """
 
 from __future__ import annotations
@@ -49,10 +41,7 @@ _CHUNK = 128
 
 
 class Untimed:
-    """Has the methods of `Stragglers`, which finds slow ranks, but does nothing.
-
-    The ranks of a pipeline may well need different times for a step, so none is reported as slow.
-    """
+    """Does nothing in place of `Stragglers`, which reports slow ranks."""
 
     def note(self, *seconds: float) -> None:
         """Do nothing with the times of a step."""
@@ -106,17 +95,14 @@ class Stages:
     # -- a step ------------------------------------------------------------------------
 
     def part(self, count: int, step: int = 0) -> slice | np.ndarray:
-        """Return the indices of this rank's samples in a global batch of `count` samples.
-
-        The result is the same for every `step`.
-        """
+        """Return the indices of this rank's samples in a global batch of `count` samples."""
         reads = self.stage.reads_inputs or self.stage.reads_labels
         return self.stage.rows(count) if reads else slice(0, 0)
 
     def compute(self, feed, indices) -> tuple[float, int]:
         """Compute the gradients of this step; return (0.0, number of samples that this rank read).
 
-        Collective. The first value is 0.0 in place of the loss, which `reduce` returns.
+        Collective. `reduce` returns the loss.
         """
         mine = indices[self.part(len(indices))]
         taken = feed.take(mine)
@@ -166,12 +152,7 @@ class Stages:
         return missing, bool(counts[1])
 
     def _without(self, missing: dict[int, int], indices, mine, taken):
-        """Return this rank's samples without the bad ones, and the sizes of all microbatches.
-
-        `missing` are the bad records of all ranks, and `indices` are the records of the whole
-        batch. `mine` are the positions of this rank's samples in the batch, and `taken` has these
-        samples.
-        """
+        """Return this rank's samples without the bad ones, and the sizes of all microbatches."""
         bounds = BlockPartition(len(indices), self.stage.grid.microbatches).bounds()
         if not missing:
             return taken.batch, np.diff(bounds).tolist()
@@ -196,18 +177,11 @@ class Stages:
             gradient *= factor
 
     def _update_now(self, gradients: dict, parameters: dict, weight: float) -> None:
-        """Update the parameters with the gradients of one round of microbatches.
-
-        A round is one microbatch of each replica of a stage. `weight` is the weight of its
-        gradients in the mean over the step.
-        """
+        """Update the parameters with gradients that have the weight `weight` in this step."""
         self.optimizer.update(gradients, self.optimizer_state, parameters, weight)
 
     def update(self) -> None:
-        """Update the parameters of this stage.
-
-        With "pipedream" this method does nothing, because the updates are made during the step.
-        """
+        """Update the parameters of this stage, unless "pipedream" has done so during the step."""
         if self._at_once:
             return
         self.optimizer.update(self.stage.gradients, self.optimizer_state, self.parameters)
@@ -228,9 +202,9 @@ class Stages:
     # -- the state -----------------------------------------------------------------------
 
     def state(self, saving: bool) -> dict:
-        """Return this stage's parameters and optimizer state, without a copy.
+        """Return this stage's parameters and optimizer state: the arrays, not copies.
 
-        Collective if `saving` is true, because all microbatches in the pipeline are finished first.
+        Collective if `saving` is true: all microbatches in the pipeline are then finished first.
         """
         if saving:
             self.stage.drain()
@@ -249,12 +223,7 @@ class Stages:
         return {key: one for key, one in state.items() if one}
 
     def _facts_to_save(self) -> dict:
-        """Return plain values for the checkpoint, equal on all ranks. Collective.
-
-        The values are the cuts, the profile (measured times of the layers) from which they were
-        chosen, the measured seconds of a microbatch in each chunk (part of a stage), and how many
-        updates each stage has made.
-        """
+        """Return plain values for the checkpoint, equal on all ranks. Collective."""
         stage, grid, choice = self.stage, self.stage.grid, self._choice
         known = stage.rank, (stage.stage, _counts(self.optimizer_state), stage.mean_times())
 
@@ -328,8 +297,7 @@ class Stages:
     def layout(self) -> dict:
         """Return how the model is cut, and measurements of all ranks, for the summary. Collective.
 
-        docs/pipelines.md ("What a run reports") explains each entry. Each rank also logs what it
-        computed in its newest step, for ``mpidist pipeline trace``.
+        docs/pipelines.md ("What a run reports") explains each entry.
         """
         stage, grid = self.stage, self.stage.grid
         events.emit(EVENT, step=stage.steps, spans=stage.spans)
@@ -368,10 +336,7 @@ class Stages:
         """Return None, because the ranks do not average models."""
 
     def digest(self) -> str:
-        """Return the SHA-256 digest of all parameters. Collective.
-
-        The arrays are sent to rank 0 one at a time.
-        """
+        """Return the SHA-256 digest of all parameters. Collective."""
         total = hashlib.sha256()
         self.stage.visit(self.parameters, lambda *named: add_to_digest(total, *named))
         return run_on_all(
@@ -393,7 +358,7 @@ class Stages:
             tell(comm, error)
 
     def lost(self, error: BaseException) -> None:
-        """Do nothing after a death: a pipeline is not elastic, and the job ends."""
+        """Do nothing after a death: a run with a pipeline ends when a rank dies."""
 
 
 def _counts(optimizer_state: Mapping) -> dict[str, float]:

@@ -5,12 +5,9 @@
                                    pull                x                 x
                                    local   x     x           x     x
 
-Each step adds its gradient to a sum on the worker. A push sends the parameter servers the mean
-gradient over all samples since the last push. In a step without a pull the worker applies its
-gradient to its own parameters. This local update uses the worker's own optimizer state. The
-gradient gets the same weight as on the servers. A pull replaces the worker's parameters by the
-servers' parameters. If the worker still has gradients to push, the pulled parameters do not contain
-them.
+A push sends the parameter servers the mean gradient over all samples since the last push. In a step
+without a pull the worker applies its gradient to its own parameters, with an optimizer state of its
+own. A pull replaces the worker's parameters by the servers' parameters.
 
 Dean et al., "Large scale distributed deep networks", NIPS 2012.
 """
@@ -62,10 +59,7 @@ class RareExchange:
         self._weighs = has_argument(optimizer.update, "weight")
 
     def step(self, gradients: dict[str, Any], samples: int) -> None:
-        """Finish a step of the worker: push, pull, or update its own parameters, as is due now.
-
-        `gradients` are the mean gradients over the `samples` samples of the step.
-        """
+        """Finish a step: send gradients, fetch parameters, or update own parameters, as is due."""
         # The weight is a share of the batch. If it were the number of samples, sums in float16
         # could overflow.
         for name, total in self._sums.items():
@@ -86,13 +80,9 @@ class RareExchange:
                 self._optimizer.update(scaled, self._state, self._parameters)
 
     def flush(self) -> None:
-        """Push the remaining gradients to the servers, and pull; then count steps from 0 again.
-
-        To push is to send gradients, and to pull is to fetch parameters. The servers accept one
-        push of a worker per step. The last step is already finished, so this push counts for the
-        next step. The next step itself never pushes: gradients remain only if `push_every` is at
-        least 2, and the first step after a flush then does not push.
-        """
+        """Send the remaining gradients to the servers, and fetch the parameters."""
+        # This push counts for the next step, which itself never pushes: gradients remain only if
+        # `push_every` is at least 2.
         if self._samples:
             self._push()
         self._client.pull(out=self._parameters)

@@ -1,10 +1,7 @@
 """How `ParameterServer` exchanges gradients: workers push gradients, and pull parameters.
 
-The clock of a worker is the number of its finished steps, which may differ from worker to worker.
-Workers wait for each other only at a checkpoint, where all workers pause after the same step, and
-at the end of the run. If a worker is asked to stop, `Agreement` finds a step that no worker has
-passed, and all workers stop after this step. Workers continue to train while `Agreement` finds the
-step.
+Workers may be at different steps: they wait for each other only at a checkpoint and at the end of
+the run. If a worker is asked to stop, all workers stop after a step that no worker has passed.
 """
 
 from __future__ import annotations
@@ -41,11 +38,10 @@ MODEL = "model"
 
 
 class Pending(NamedTuple):
-    """A step of this worker of which a death has interrupted the push (the send of its gradients).
+    """A step of this worker whose gradients some servers may lack, because a rank has died.
 
     `known` has the numbers of the servers that have received the gradients. `state` is the model's
-    state after the step, such as running means. If the worker had no samples in this step,
-    `gradients` is empty.
+    state after the step, such as running means.
     """
 
     loss: float
@@ -56,9 +52,7 @@ class Pending(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The state with which this rank begins a run, or continues it after a death.
-
-    The run uses parameter servers.
+    """The state with which this rank begins a run with parameter servers, or continues it.
 
     Attributes
     ----------
@@ -73,20 +67,18 @@ class Kept(NamedTuple):
     pending : Pending or None
         An interrupted step, which this worker completes first.
     shares : sequence of (step, workers, worker)
-        How each batch is divided, since workers may have died: in the steps before `step`, among
+        How each batch is divided after deaths of workers: in the steps before `step`, among
         `workers` workers, of which this rank is number `worker`. The entries are sorted by step. If
         `workers` is 0, this rank gets no samples of these steps.
     ahead : int
-        The number of steps that the run had done when the workers began to count their steps (when
-        their clocks were 0).
+        The number of steps that the run had done when the workers began to count their steps.
     clock : int or None
-        The number of finished steps (clock) after which all workers stop, if they have agreed to
-        stop.
+        The number of finished steps after which all workers stop, if they have agreed to stop.
     newcomer : bool
         Whether this worker joins a run in which others have already done steps.
     looked : int
-        The step (clock) before which the workers last checked how busy the servers are, to give
-        slow servers smaller parts of the model.
+        The step before which the workers last checked how busy the servers are, to give slow
+        servers smaller parts of the model.
     """
 
     servers: Sequence[int]
@@ -101,7 +93,7 @@ class Kept(NamedTuple):
     looked: int = 0
 
     def without_memory(self) -> Kept:
-        """Return these facts without the model and the gradients, to free their memory."""
+        """Return this object without the model and the gradients, to free their memory."""
         model = self.model and self.model._replace(shard=None, copy=None)
         return self._replace(model=model, pending=None)
 
@@ -211,23 +203,14 @@ class Served(WholeModel):
             broadcast(self.workers, received)
 
     def part(self, count: int, step: int) -> tuple[int, int]:
-        """Return (start, stop) of this worker's samples in a global batch of `count` samples.
-
-        `step` is the number of steps before this step. The living workers divide each batch among
-        them. But if the fastest worker had already taken its part of a batch before a death, this
-        batch stays divided among all workers that lived then.
-        """
+        """Return (start, stop) of this worker's samples in a global batch of `count` samples."""
         for until, workers, worker in self.kept.shares:
             if step < until:
                 return BlockPartition(count, workers).range(worker) if workers else (0, 0)
         return BlockPartition(count, self.workers.size).range(self.workers.rank)
 
     def compute(self, feed, indices) -> tuple[float, int]:
-        """Compute the gradients of this worker's samples; return (their mean loss, their number).
-
-        If the data source does not answer, this worker waits without a time limit, and the other
-        workers continue. While this worker waits, it answers the requests of other ranks.
-        """
+        """Compute the gradients of this worker's samples; return (mean loss, number of samples)."""
         self._rebalance_shares()
         if self.pending is not None:
             return self._take_up(self.pending)
@@ -249,9 +232,7 @@ class Served(WholeModel):
     def _rebalance_shares(self) -> None:
         """Give slow servers smaller parts of the model, if a check is due after this step.
 
-        If the change is not possible, because memory is short, the parts stay as they are. This
-        method is called before all other work of a step, so a death in this call interrupts no
-        step.
+        Call this method before all other work of a step.
         """
         clock, policy = self.client.finished, self._rebalance
         if policy is not None and clock > self.looked and clock % policy.every == 0:
@@ -316,11 +297,7 @@ class Served(WholeModel):
         self.sent = False
 
     def passed_over(self) -> int:
-        """Return how many steps this worker has skipped since the last call, because it was late.
-
-        Only under `BackupWorkers` does a worker skip steps. It may skip steps already when it first
-        fetches the parameters, if other workers have made steps before.
-        """
+        """Return how many steps this late worker has skipped since the last call."""
         before, self._skipped = self._skipped, self.client.skipped
         return self._skipped - before
 
@@ -329,10 +306,7 @@ class Served(WholeModel):
         return self.agreement.at(self.client.finished, False)
 
     def unfinished(self) -> Pending | None:
-        """Return the step whose push this worker has begun but not finished; None without one.
-
-        To push is to send the gradients of a step to the servers.
-        """
+        """Return the step whose gradients this worker has begun to send, or None."""
         if self.pending is not None or not self.sent:
             return self.pending
         gradients = {name: gradient.copy() for name, gradient in self.gradients.items()}
@@ -342,10 +316,6 @@ class Served(WholeModel):
         """Return the parts of the parameters on this server; a worker returns an empty dict.
 
         The parts are `Shard` objects: a checkpoint makes whole arrays of the parts of all servers.
-
-        Only the first server saves the scalar state of the optimizer, such as a step counter,
-        because a checkpoint has one value. These scalars may differ in the last bit between
-        servers, since each server handles asynchronously sent gradients in its own order.
         """
         if not self.group.is_server:
             return {}
@@ -377,17 +347,14 @@ class Served(WholeModel):
     def save_point(self, step: int) -> None:
         """Let the servers save a checkpoint once all workers have finished `step`.
 
-        Collective over the workers. The servers pause meanwhile.
+        Collective over the workers.
         """
         if self._rare is not None:
             self._rare.flush()
         self.group.pause(step)
 
     def serve(self, on_pause) -> None:
-        """On a server that is not a worker, answer requests until all workers have finished.
-
-        At each checkpoint, the server calls ``on_pause(step)``, which saves its arrays.
-        """
+        """On a server that is not a worker, answer requests until all workers have finished."""
         self.group.serve(on_pause)
 
     def wait(self, test: Callable[[], bool]) -> None:
@@ -398,9 +365,6 @@ class Served(WholeModel):
         """At the end of the run, copy the final parameters to every worker.
 
         Collective over the workers.
-
-        A worker that is also a server answers requests until the last worker has fetched the
-        parameters.
         """
         if self._rare is not None:
             self._rare.flush()

@@ -1,4 +1,4 @@
-"""The settings of the strategy `ParameterServer`. This module uses no MPI."""
+"""The settings of the strategy `ParameterServer`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ParameterServer:
         worker. A list has those server ranks that are not workers; the other servers are also
         workers.
     nonfinite : "raise" or "drop"
-        What happens to a push with a NaN or an infinity, see `ServerGroup.add`.
+        What happens to gradients with a NaN or an infinity, see `ServerGroup.add`.
     stale : KeepStale, DropStale, ScaleStale, DelayCompensated or MomentumCorrected
         What servers do with old gradients under ASP, SSP and DSSP. A mapping with ``name`` and the
         settings of one of these is also allowed: ``{"name": "drop", "beyond": 16}`` drops gradients
@@ -52,14 +52,12 @@ class ParameterServer:
         adds up its gradients and pushes the sum every `push_every` steps, and pulls every
         `pull_every` steps. Between two pulls it updates its own copy of the parameters.
     changes : mapping or function, optional
-        Changes of the consistency mode: a mapping such as ``{1000: md.ASP()}`` (ASP from step 1000
-        on), or a function of the step. The function returns a mode, or None to keep the present
-        mode. Each worker calls the function in each step, and it must return the same mode on all
-        workers. A run can change between BSP, SSP, DSSP and ASP.
+        Changes of the consistency mode, between BSP, SSP, DSSP and ASP: a mapping such as ``{1000:
+        md.ASP()}`` (ASP from step 1000 on), or a function of the step that returns a mode, or None
+        to keep the present mode. The function must return the same mode on all workers.
     rebalance : "auto", int, Rebalance, or mapping, optional
-        After each `rebalance` steps ("auto": 100), the run measures how busy the servers are, and
-        gives slow servers smaller parts of the model; see `ServerGroup.rebalance`. By default, the
-        parts of the servers do not change.
+        After each `rebalance` steps ("auto": 100), slow servers get smaller parts of the model; see
+        `ServerGroup.rebalance`. By default, the parts of the servers do not change.
     server_device : "cpu" or "gpu"
         Whether servers update the model on their CPU or GPU, see `ServerGroup.add`.
     checksums : bool
@@ -131,8 +129,7 @@ class ParameterServer:
     def open(self, comm, model, optimizer, *, global_batch: int, seed: int, kept=None):
         """Return the object that exchanges the gradients in one run. Collective over `comm`.
 
-        In elastic runs, `kept` is what this rank has kept since before another rank's death: a
-        `server_exchange.Kept`.
+        In elastic runs, `kept` is what this rank has kept since before another rank's death.
         """
         from .server_exchange import Served
 
@@ -140,10 +137,7 @@ class ParameterServer:
 
 
 def check_copies(replicas: int, servers: int) -> None:
-    """Raise ConfigError if there are too few servers to keep copies of each other's parts.
-
-    `replicas` is the number of copies of each part of the model.
-    """
+    """Raise ConfigError if there are too few servers to keep copies of each other's parts."""
     if replicas >= servers:
         raise ConfigError(
             f"replicas={replicas} needs at least {replicas + 1} servers, got servers={servers}: a "

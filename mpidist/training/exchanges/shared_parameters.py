@@ -6,8 +6,8 @@
     rank 1 ------------ -= lr * g              at the same time
 
 If two ranks read the same number and then both write it, one of the two changes is lost. Each rank
-has an optimizer state of its own. At a checkpoint and at the end the ranks wait for each other, and
-all ranks get the mean of their optimizer states.
+has an optimizer state of its own. At a checkpoint and at the end, all ranks get the mean of these
+states.
 """
 
 from __future__ import annotations
@@ -120,10 +120,7 @@ class SharedParameters(Peers):
 
 
 def nonzero_rows(gradient: np.ndarray):
-    """Return (rows, values) of the nonzero rows, or the whole gradient if many rows are nonzero.
-
-    If only some rows are updated, only these rows of the shared parameters are read and written.
-    """
+    """Return (rows, values) of the nonzero rows, or the whole gradient if many rows are nonzero."""
     if gradient.ndim == 0 or len(gradient) < _FEW_ROWS:
         return gradient
     flat = gradient.reshape(len(gradient), -1)

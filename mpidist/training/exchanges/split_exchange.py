@@ -7,11 +7,10 @@
                    |           |          | ranks that share the layers named in `split`
     pipeline 1   rank 1 ---- rank 3
 
-Both pipelines train with the same microbatches. Layers that are not split are computed on each rank
-of a stage, here on two ranks, with the same bits. Of a split layer each rank computes its part, and
-these ranks then sum or gather their results. A checkpoint has whole arrays: each rank saves its
-part as a `Shard` of the array. Therefore a run can restart from a checkpoint with any other split,
-cuts and replicas, and with `AllReduce`.
+Both pipelines train with the same microbatches. Of a split layer, each rank of a stage computes its
+part; the ranks then sum or gather their results. The other layers are computed on each rank of the
+stage. A checkpoint has whole arrays, so a run can restart from it with any other split, cuts and
+replicas, and with `AllReduce`.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class SplitStages(Stages):
     ways : int
         The number of ranks that share a layer. The size of `comm` is a multiple of it.
     plan : callable
-        ``plan(cuts)`` returns the `PipelineGrid` of one of the pipelines: its stages and replicas.
+        ``plan(cuts)`` returns the stages and replicas of one of the pipelines, a `PipelineGrid`.
     cuts : sequence of int, or None
         The number of layers before each cut into stages. None if the cuts must be chosen by a
         measurement.
@@ -97,10 +96,7 @@ class SplitStages(Stages):
         return float(values[0]), bool(values[1] > 0)
 
     def state(self, saving: bool) -> dict:
-        """Return the arrays of this stage for a checkpoint, without a copy.
-
-        This rank's parts of split layers are `Shard` objects.
-        """
+        """Return this stage's parameters and optimizer state: the arrays, not copies."""
         return self._as_shards(super().state(saving))
 
     def _as_shards(self, tree: Mapping) -> dict:
@@ -122,9 +118,9 @@ class SplitStages(Stages):
         )
 
     def layout(self) -> dict:
-        """Return the grid of stages and the measurements of all ranks, for the run's summary.
+        """Return the stages and the measurements of all ranks, for the run's summary.
 
-        Collective. This is the result of `Stages.layout`, together with `split`.
+        Collective.
         """
         mine = super().layout()
 

@@ -13,14 +13,9 @@ from ...runtime.polling import wait_until
 class Agreement:
     """Workers agree on a clock (a number of finished steps) after which all of them stop.
 
-    A worker that wants to stop sends a message to all others. Each worker then proposes a number of
-    steps that it has not passed yet: its own clock plus `slack` steps. A nonblocking allreduce
-    computes the maximum of the proposals. Meanwhile each worker continues to train, at most to the
-    clock that it has proposed. All workers stop after the largest proposed clock. A worker waits if
-    it reaches its own proposed clock before the maximum is known. The workers cannot wait for each
-    other forever, because each worker checks for messages (`listen`) after every step and while it
-    waits. A worker that has finished its last step proposes a clock beyond this step. All workers
-    then do all their steps.
+    A worker that wants to stop sends a message to all others. Each worker then proposes its own
+    clock plus `slack` steps, and a nonblocking allreduce computes the largest proposal, after which
+    all workers stop.
     """
 
     _TAG = 7
@@ -43,10 +38,7 @@ class Agreement:
         self._notes: list = []
 
     def at(self, clock: int, wish: bool) -> bool:
-        """Return whether this worker stops now, after `clock` steps. Call it once per step.
-
-        `wish` says whether this worker wants to stop.
-        """
+        """Return whether this worker stops now, after `clock` steps. Call it once per step."""
         self._reached = clock
         if self.clock is None:
             self.listen(wish)
@@ -58,9 +50,9 @@ class Agreement:
         return self.clock is not None and clock >= self.clock
 
     def listen(self, wish: bool = False) -> None:
-        """If a worker wants to stop, propose a step after which all workers stop. Returns at once.
+        """If a worker wants to stop, propose a step after which all workers stop.
 
-        `wish` says whether this worker wants to stop.
+        Returns at once.
         """
         if self._named is None and (wish or self.comm.Iprobe(MPI.ANY_SOURCE, self._TAG)):
             others = (rank for rank in range(self.comm.size) if rank != self.comm.rank)

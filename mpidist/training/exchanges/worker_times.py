@@ -23,10 +23,7 @@ class OwnTimes:
         self.client, self._window = client, Window()
 
     def note(self, *seconds: float) -> None:
-        """Record how many seconds each phase of a step (such as loading data) took.
-
-        After every ten steps, the times go to the first server with the next request.
-        """
+        """Record how many seconds each phase of a step (such as loading data) took."""
         self._window.note(*seconds)
         mine = self._window.take()
         if mine is not None:
@@ -35,12 +32,7 @@ class OwnTimes:
 
 
 class Times:
-    """The times of all workers, collected on the first server, which reports slow workers.
-
-    `hosts` are the hosts of all ranks. `crowded` are the ranks that share cores; these are never
-    reported as slow. The times are compared only when each worker has sent new times, because a
-    slow worker sends its times less often than the others.
-    """
+    """The times of all workers, collected on the first server, which reports slow workers."""
 
     def __init__(self, workers: Sequence[int], hosts: Sequence[str], crowded: Collection[int] = ()):
         self.workers, self.hosts, self.crowded = list(workers), hosts, crowded
@@ -48,11 +40,7 @@ class Times:
         self._newest: dict[int, tuple[int, int]] = {}
 
     def take(self, rank: int, note: tuple[int, int]) -> None:
-        """Store the times of a worker; if all workers have sent new times, report slow ones.
-
-        `note` says how many nanoseconds each phase (such as loading data) of a step of worker
-        `rank` took.
-        """
+        """Store the times of a worker; if all workers have sent new times, report slow ones."""
         self._newest[rank] = note
         if len(self._newest) < len(self.workers) or len(self.workers) == 1:
             return

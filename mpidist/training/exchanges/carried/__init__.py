@@ -1,4 +1,1 @@
-"""The state that elastic runs with parameter servers keep when a rank dies.
-
-The run then goes on with a new communicator of the living ranks.
-"""
+"""The state that elastic runs with parameter servers keep when a rank dies."""

@@ -1,25 +1,15 @@
 """What the living ranks of a run with parameter servers keep when a rank dies.
 
-    server   keeps its shard (its part of the model), and knows which pushes it has applied
-    worker   keeps its step and position; a push that some servers have not answered is `Pending`
-    all      exchange these facts, come to the same decision, and open a new group of servers and
-             workers
+A server keeps its part of the model (its shard), and a worker keeps its step and its position in
+the data. A worker also keeps the gradients of a step if some servers have not confirmed them. All
+living ranks exchange these facts, and open a new group of servers and workers.
 
-A worker pushes (sends) its gradients to the servers. A server applies a push: it updates its shard
-with these gradients. The clock of a worker is the number of its finished steps. Under BSP and
-SSP(0), a server applies the pushes of a step only after each server has told the others that it has
-received all these pushes (a vote, see `servers.votes`). A death may come when only some servers
-know the result of the vote. The other servers then apply this step, too, so all servers have
-applied the same steps. The newest of these steps is the common step. The living workers divide the
-batches among them, and repeat all later steps.
+If all workers do each step together (BSP), all servers first apply the same steps, and the living
+workers repeat the later steps. Otherwise (ASP, SSP with a staleness) each worker continues at its
+own step, and sends interrupted gradients again to the servers that do not have them.
 
-Under ASP and SSP(s) each worker continues at its own clock. If its push was interrupted, the worker
-repeats the push to the servers that do not have it. If the fastest worker has already taken its
-samples of a batch, this batch stays divided as before the death, so no sample is used twice. The
-dead worker's samples of such a batch are lost.
-
-If a server dies, its shard is lost, and all ranks go back to the newest checkpoint. If the servers
-keep copies of each other's shards, the run goes on without a loss: see `replicated_servers`.
+If a server dies, its part of the model is lost, and all ranks go back to the newest checkpoint,
+unless servers keep copies of each other's parts (`replicated_servers`).
 """
 
 from __future__ import annotations
@@ -46,10 +36,9 @@ from .server_roles import ServerRoles, Shares
 class NextPartition(NamedTuple):
     """A new division of the model among the servers, prepared on a rank but not yet in use.
 
-    `generation` is the number of this division; each new division has the next number. `held` has
-    the shards (parts of the model) of this rank, and is None if the rank is not a server. `weights`
-    has the fraction of the model that each server gets. `pending` is this worker's send of
-    gradients (push) that some servers have not answered, if any.
+    `held` has the parts of the model on this rank, and is None if the rank is not a server.
+    `weights` has the fraction of the model that each server gets. `pending` has the gradients of
+    this worker that some servers have not confirmed, if any.
     """
 
     generation: int
@@ -62,11 +51,7 @@ _GIVE = "give checkpoint=..., from which the run can go on"
 
 
 class CarriedServers(Carried):
-    """The state that a run with parameter servers keeps in memory when a rank dies.
-
-    Servers and workers are numbered by their ranks in the communicator with which the run began, so
-    these numbers never change.
-    """
+    """The state that a run with parameter servers keeps in memory when a rank dies."""
 
     memory = None  # copies in memory would need all ranks to be at the same step
 
@@ -123,13 +108,7 @@ class CarriedServers(Carried):
         return self._exchange
 
     def _handed_over(self) -> None:
-        """Drop the references to the shards (parts of the model), which the exchange now has.
-
-        With these references, old shards would stay in memory after a later change of the servers'
-        parts.
-
-        After a death, `note_state` takes the shards from the exchange.
-        """
+        """Drop the references to the parts of the model that the exchange now has."""
         self._served, self._kept = None, self._kept.without_memory()
 
     def continue_run(self, run) -> bool:
@@ -179,7 +158,7 @@ class CarriedServers(Carried):
         return max(step, self._newest) if self._facts is not None else step
 
     def hold(self, run, guard, callbacks) -> None:
-        """From now on, keep the state of `run` if a rank dies. Called before the first step."""
+        """From now on, keep the state of `run` if a rank dies."""
         assert self.group is not None
         guard.survives = True
         if self._guard is not None:
@@ -198,12 +177,7 @@ class CarriedServers(Carried):
     # -- after a death -------------------------------------------------------------------
 
     def note_state(self) -> int:
-        """Keep the state of the interrupted run; return its number of steps, -1 if unknown.
-
-        A server keeps its shard (part of the model) even if it has not answered a worker yet,
-        because other servers may have answered. A worker that has not begun its steps has no new
-        state to keep.
-        """
+        """Keep the state of the interrupted run; return its number of steps, -1 if unknown."""
         exchange, self._exchange = self._exchange, None
         run, self._run = self._run, None
         if exchange is not None:
@@ -241,10 +215,9 @@ class CarriedServers(Carried):
             self._prepared = NextPartition(self._generation + 1, held, shares, self._pending)
 
     def _held_now(self) -> Held:
-        """Return what this server holds: its shard, a copy of another shard, the clocks of both.
+        """Return this server's part of the model, its copy of another part, and their clocks.
 
-        A shard is a server's part of the model. Its clocks say, for each worker, how many steps of
-        this worker are in it.
+        The clocks say, for each worker, how many steps of this worker are in the part.
         """
         (server, hosted), copies = self._served, self._served[0].copies
         workers = self._served_workers
@@ -259,9 +232,9 @@ class CarriedServers(Carried):
         )
 
     def check_living(self, ranks: Sequence[int]) -> None:
-        """Choose the servers among the living `ranks`; raise RankFailure if the run cannot go on.
+        """Choose the servers among the living `ranks`.
 
-        All living ranks, also spares (ranks that replace dead ones), give the same `ranks`.
+        Raises RankFailure if the run cannot go on.
         """
         self._begin_roles()
         lost = [rank for rank in self._roles.servers if rank not in ranks]
@@ -277,8 +250,7 @@ class CarriedServers(Carried):
 
         Returns the number of steps that the fastest worker has done, or -1 if all ranks go back to
         a checkpoint or to the beginning. Returns `NOTHING` (-2) if no rank knows the step of the
-        run, because all workers have died and spares (ranks that wait to replace dead ones) have
-        replaced them.
+        run, because all workers have died and were replaced.
         """
         self._go_through(comm)
         mine = {
@@ -378,7 +350,7 @@ class CarriedServers(Carried):
         )
 
     def _who_knows(self, served: list[dict], me: int) -> Collection[int]:
-        """Return the servers that have the gradients of the unfinished push of this rank, `me`."""
+        """Return the servers that already have the gradients that this rank, `me`, has kept."""
         assert self._pending is not None
         have = {one["index"] for one in served if one["clocks"].get(me, -1) > self._clock}
         return have | {*self._pending.known}

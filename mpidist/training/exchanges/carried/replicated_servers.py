@@ -1,20 +1,10 @@
-"""Elastic runs whose servers keep copies of each other's shards: after a death no step is lost.
+"""Elastic runs whose servers keep copies of each other's parts of the model.
 
-    facts     each server tells which shards and copies it holds; for the shard of a dead server,
-              its copy is used
-    pushes    if the mode applies each push when it arrives, a push that a death has interrupted is
-              sent again to the servers whose shards lack this push
-    move      each living server gets its part of the model, in a new layout for fewer servers, and
-              a new copy of the part of another server
-    commit    when all ranks have received all their parts, they forget their old shards
-
-A shard is a server's part of the model, and a push is a send of gradients to the servers. Until the
-commit (the last row above), each rank keeps its old shards beside the new ones. If another rank
-dies before the commit, the next repair starts from the old shards. If a rank dies during the
-commit, some ranks have committed and others have not. The others then commit at the beginning of
-the next repair. For this, the ranks compare their generation, a number that each commit increases.
-All ranks go back to the newest checkpoint only if both a server and the server with the copy of its
-shard have died.
+After a server's death, the copy of its part is used, so no step is lost. Gradients that the death
+has interrupted are sent again to the parts that lack them. The model is then divided among the
+living servers, and copied anew. Until all ranks have received their new parts, each rank keeps its
+old parts, in case another rank dies meanwhile. All ranks go back to the newest checkpoint only if
+both a server and the server with the copy of its part have died.
 """
 
 from __future__ import annotations
@@ -54,10 +44,7 @@ class ReplicatedServers(CarriedServers):
     # -- after a death -------------------------------------------------------------------
 
     def note_state(self) -> int:
-        """Keep the state and the shards of the interrupted run; return its step, or -1 without one.
-
-        A shard is a server's part of the model.
-        """
+        """Keep the interrupted run's state and parts of the model; return its number of steps."""
         exchange = self._exchange
         step = super().note_state()
         if exchange is not None:
@@ -66,11 +53,7 @@ class ReplicatedServers(CarriedServers):
         return step
 
     def check_living(self, ranks: Sequence[int]) -> None:
-        """Choose the servers among the living `ranks`.
-
-        This method does not check that a living rank has each part of the model; `bring_up_to_date`
-        does.
-        """
+        """Choose the servers among the living `ranks`."""
         self._begin_roles()
         self._roles.choose(ranks)
 
@@ -150,10 +133,10 @@ class ReplicatedServers(CarriedServers):
         self._tell(comm, [*before], giving)
 
     def _torn(self, everyone: list[dict], giving: dict[int, Holder]) -> list[tuple[int, int, int]]:
-        """Return (worker, holder, server) for each interrupted push that a server's shard lacks.
+        """Return (worker, holder, server) for each interrupted sending of gradients to a server.
 
-        A push is a worker's send of gradients, and a shard is a server's part of the model.
-        `holder` is the rank that has the shard of `server`, or its copy.
+        `holder` is the rank that has the part of the model of `server`, or its copy, and lacks the
+        gradients of `worker`.
         """
         ranks = self._ranks()
         return [
@@ -165,10 +148,7 @@ class ReplicatedServers(CarriedServers):
         ]
 
     def _complete(self, comm, torn, everyone: list[dict], layout: ServerLayout) -> None:
-        """Send interrupted pushes of gradients to the shards that lack them. Collective.
-
-        There the gradients are applied. A shard is a server's part of the model.
-        """
+        """Apply interrupted gradients to the parts of the model that lack them. Collective."""
         batch, ranks = self.given["global_batch"], self._ranks()
 
         def apply(number: int, worker: int, parts: list) -> None:
@@ -183,10 +163,9 @@ class ReplicatedServers(CarriedServers):
     def _move(
         self, comm, wanted, giving, current, shares: tuple[Shares, Shares]
     ) -> dict[int, ServerShard]:
-        """Return {number: shard}: this rank's new shard, and its new copy of another. Collective.
+        """Return {number: part}: this rank's new part of the model, and its new copy of another.
 
-        A shard is a server's part of the model. `shares` has the sizes of these parts before the
-        death, and their new sizes.
+        Collective. `shares` has the sizes of the parts before the death, and their new sizes.
         """
         old, new = map(self._layout, shares)
         before, now = shares

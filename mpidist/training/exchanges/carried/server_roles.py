@@ -1,7 +1,6 @@
 """Which ranks of a run are servers or workers, also after deaths, and how much each serves.
 
-Ranks are named by their numbers in the communicator with which the run began, so that these numbers
-never change. This module uses no MPI.
+Ranks are named by their numbers in the communicator with which the run began.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ class ServerRoles:
     strategy : ParameterServer
         The settings of the run, such as which ranks are servers.
     ranks : int
-        How many ranks the run has at its beginning, spares not counted.
+        How many ranks the run has at its beginning, without ranks that only wait to replace dead
+        ones.
 
     Attributes
     ----------
@@ -42,17 +42,11 @@ class ServerRoles:
 
     @property
     def known(self) -> bool:
-        """Whether it is known how large a part of the model each server has.
-
-        With servers="auto" it is known only after a call of `balance`, which needs the hosts.
-        """
+        """Whether it is known how large a part of the model each server has."""
         return self._asked is not None
 
     def balance(self, hosts: Sequence[str]) -> None:
-        """Choose how large a part of the model each server has; `hosts` has the host of each rank.
-
-        The sizes depend on `hosts` only with servers="auto".
-        """
+        """Choose how large a part of the model each server has; `hosts` has the ranks' hosts."""
         self.servers, _, parts = ranks_and_shares(*self._given, lambda: hosts)
         self._asked = _scaled(dict(zip(self.servers, parts, strict=True)))
 
@@ -82,10 +76,7 @@ class ServerRoles:
         return [ranks.index(rank) for rank in self.servers if not self.works(rank)]
 
     def shares(self, before: Shares) -> Shares:
-        """Return {server: fraction of the model} for the living servers.
-
-        Their fractions have the same proportions as in `before`, the fractions before a death.
-        """
+        """Return {server: fraction of the model} for the living servers, in the old proportions."""
         if [*before] == self.servers:
             return before  # equal to the last bit, because the layout follows from the shares
         return _scaled({rank: before.get(rank, 1.0) for rank in self.servers})

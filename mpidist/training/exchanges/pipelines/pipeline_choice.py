@@ -1,9 +1,8 @@
-"""Choose where `Pipeline` cuts the model before a run; compute a run's times per chunk.
+"""Choose where `Pipeline` cuts the model before a run; compute the times of a run's stages.
 
 With ``cuts="auto"``, a new run measures the time and the bytes of each layer (its profile). A
-resumed run reads from its checkpoint the cuts of the last run, the profile from which they were
-chosen, and how long the stages took. The module `recut` decides whether these cuts are used again.
-Rank 0 reads and measures, and all ranks use its results.
+resumed run reads the cuts, the profile and the measured times of the last run from its checkpoint,
+and decides whether to keep the cuts.
 """
 
 from __future__ import annotations
@@ -35,22 +34,16 @@ _WHOLE: dict[str, Any] = {"split": {}, "split_ranks": 1}
 
 
 def shared_layers(split: Mapping[str, str], ways: int) -> dict[str, Any]:
-    """Return what a checkpoint says about layers that several ranks share: a dict for JSON.
-
-    `split` names these layers, and `ways` is the number of ranks that share each.
-    """
+    """Return what a checkpoint says about layers that several ranks share: a dict for JSON."""
     return {"split": dict(split), "split_ranks": ways if split else 1}
 
 
 def last_run(
     comm, store, resume: bool | str, split: Mapping[str, str], ways: int
 ) -> dict | None:  # fmt: skip
-    """Return what the newest checkpoint says about the last run's pipeline, or None. Collective.
+    """Return the cuts and the measured times of the last run from its checkpoint, or None.
 
-    The result has the cuts of the model and the measured times of its parts.
-
-    The result is also None if that run divided a layer in another way (`split`), or among another
-    number of ranks (`ways`), because its measured times belong to other parts of layers.
+    Collective.
     """
     path = getattr(store, "path", None)
     reads = comm.rank == 0 and path is not None and resume not in (False, "fresh")
@@ -68,9 +61,8 @@ def choose_cuts(
 ) -> CutChoice:
     """Choose the layers at which a model is cut into `parts` parts. Collective.
 
-    `last` is the result of `last_run`. If `last` has no suitable profile (times and bytes of each
-    layer), the first `measuring` ranks measure such a profile together. `measuring` is more than 1
-    if several ranks share a layer.
+    If `last` has no suitable profile (times and bytes of each layer), the first `measuring` ranks
+    measure such a profile together.
     """
     known = choose_again(last, len(model.layers), parts, samples) if last and parts > 1 else None
     if known and comm.rank == 0 and events.VERBOSITY:
@@ -94,7 +86,6 @@ def mean_time(grid: PipelineGrid, times: Sequence[Mapping], chunk: int, kinds: s
     """Return the mean seconds of a microbatch's computations in a chunk; None if there were none.
 
     A chunk is a group of consecutive layers, and `kinds` has letters such as F for a forward pass.
-    `times` has the result of `Stage.mean_times` for each rank.
     """
     stage = grid.ranks_of(chunk % grid.stages)
     known = [times[rank] for rank in stage if (chunk, kinds[0]) in times[rank]]
@@ -104,20 +95,14 @@ def mean_time(grid: PipelineGrid, times: Sequence[Mapping], chunk: int, kinds: s
 
 
 def chunk_seconds(grid: PipelineGrid, times: Sequence[Mapping]) -> list[float | None]:
-    """Return the mean seconds of a microbatch in each chunk (group of consecutive layers).
-
-    Forward and backward pass are counted together.
-    """
+    """Return the mean seconds of a microbatch, forward and backward, in each group of layers."""
     return [mean_time(grid, times, c, F + B + I + W) for c in range(grid.stages * grid.chunks)]
 
 
 def simulated_bubble(grid: PipelineGrid, times: Sequence[Mapping], steps: int) -> float | None:
     """Simulate a pipeline with the measured times; return in which fraction of time ranks are idle.
 
-    `grid` says which rank computes which layers, and `times` has the result of `Stage.mean_times`
-    for each rank. Returns None if nothing was computed, or if the simulation would take seconds.
-    With "pipedream", several of the `steps` are simulated, because the pipeline is not emptied
-    between steps.
+    Returns None if nothing was computed, or if the simulation would take seconds.
     """
     lists = [grid.actions(rank) for rank in range(grid.ranks)]
     if grid.in_rounds and grid.flush is None:

@@ -1,8 +1,7 @@
 """Choose the stage and replica of each rank, so that few bytes are sent between hosts.
 
-For this, rank 0 measures how many bytes each layer sends, unless the choice of the cuts has
-measured it. On one host, and for models that cannot compute with random inputs, the stages get the
-ranks in order: the first stage the first ranks, and so on.
+On one host, and for models that cannot compute with random inputs, the stages get the ranks in
+order: the first stage the first ranks, and so on.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from ....runtime.topology import topology_of
 def order_of_ranks(
     comm, model, grid: PipelineGrid, choice: CutChoice, samples: int
 ) -> list[int] | None:
-    """Return the rank for each slot (a replica of a stage); None if slot k is on rank k.
+    """Return a rank for each replica of each stage, counted stage by stage, or None.
 
-    Collective over `comm`. Slots are numbered stage by stage, and `samples` is the number of
-    samples of a microbatch.
+    Collective over `comm`. None means that the ranks are 0, 1, 2 and so on.
     """
     topology = topology_of(comm, faked_nodes(comm))
     if topology.nodes == 1:
@@ -53,13 +51,7 @@ def order_of_ranks(
 
 
 def links_of(grid: PipelineGrid, rows: list) -> dict:
-    """Return {(a, b): bytes}: what each pair a < b of stage replicas exchanges in a step.
-
-    The replicas of all stages are numbered stage by stage.
-
-    `rows` is the profile of the layers: for each layer, (forward seconds, backward seconds, output
-    bytes, parameter bytes).
-    """
+    """Return {(a, b): bytes}: what each pair a < b of stage replicas exchanges in a step."""
     # The gradient of an output has the same size as the output.
     cuts = [2 * rows[end - 1][2] for end in grid.cuts]
     sums = [0.0] * grid.stages

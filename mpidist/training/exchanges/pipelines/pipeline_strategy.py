@@ -1,4 +1,4 @@
-"""The settings of the strategy `Pipeline`. This module uses no MPI."""
+"""The settings of the strategy `Pipeline`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Pipeline:
         stage of its own.
     cuts : sequence of int or "auto"
         The number of layers before each cut: ``[4, 8]`` cuts 12 layers into 1-4, 5-8 and 9-12. With
-        "auto", rank 0 measures the time of each layer, and the cuts are chosen so that the slowest
-        stage takes the least time.
+        "auto", the cuts are chosen from measured times so that the slowest stage takes the least
+        time.
     replicas : sequence of int, optional
         The number of ranks of each stage, such as ``[3, 1]``. By default, all stages have the same
         number of ranks.
@@ -40,8 +40,7 @@ class Pipeline:
         The number of parts of each stage, for "interleaved".
     flush : int, optional
         For "pipedream": after each `flush` microbatches, all stages finish these microbatches
-        before the next one enters. `flush` must be a multiple of each number in `replicas`. Before
-        each checkpoint, all microbatches are finished in any case.
+        before the next one enters. `flush` must be a multiple of each number in `replicas`.
     split : mapping of str to str, optional
         Names of dense layers that several ranks share, such as ``{"dense2": "columns"}``: each rank
         has some "columns" or "rows" of the weights, see `md.models.SplitDense`.
@@ -162,8 +161,7 @@ class Pipeline:
         """Return the object that trains the stages in one run. Collective over `comm`.
 
         With ``cuts="auto"``, a run that may resume (`resume`) reads the cuts and the measurements
-        of the last run from `store`, the checkpoint store. The other parameters are arguments of
-        `md.train`.
+        of the last run from `store`, the checkpoint store.
         """
         from ..pipeline_exchange import CutChoice, Stages
         from .pipeline_choice import choose_cuts, last_run
