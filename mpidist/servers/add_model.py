@@ -35,11 +35,9 @@ def host_model(
 ) -> tuple[ServerLayout, int, NodeShare | None]:
     """Divide one model between the servers of `group`, and give it its initial values.
 
-    Collective over the group's `comm`. Returns the layout (which server holds what), the largest
-    number of bytes of a piece of a message, and the memory that the ranks of this host share for
-    the model, or None. `server` is the `Server` object of this rank, or None if this rank is no
-    server. `taken` has the names of the models that the group already has, and `asked` has the
-    arguments of `ServerGroup.add`. Raises the same errors as `ServerGroup.add`.
+    Collective over the group's `comm`; raises the errors of `ServerGroup.add`. Returns which server
+    holds which tensors, the largest number of bytes in one piece of a message, and the memory that
+    the ranks of this host share for the model (or None).
     """
     link, servers, workers = group.link, group.server_ranks, group.worker_ranks
     doing = f"add {shown(asked.name)}"
@@ -154,10 +152,7 @@ def _policies(facts: Mapping) -> dict[str, RowPolicy]:
 
 
 def agree_to_remove(group, server: Server | None, name, taken: Mapping) -> None:
-    """Check that all ranks remove the model `name`, and that the group has it. Collective.
-
-    `taken` has the models of the group by name. Raises an error on all ranks if a check fails.
-    """
+    """Check on all ranks that all of them remove the same model, which must exist. Collective."""
     doing, link = f"remove {shown(name)}", group.link
 
     def describe() -> dict[str, str]:
@@ -184,7 +179,7 @@ def _flat(facts: Mapping, path: str = "") -> dict[str, str]:
 
 
 def _announce(link: Link, server: Server | None, servers, workers) -> None:
-    """Check on each server that all workers are in `add` or `remove`, too. Collective."""
+    """Check on each server that all workers are in `add` or `remove`. Collective."""
     if link.comm.rank in workers:
         for rank in servers:
             link.tell(ADD, rank, TO_SERVER)

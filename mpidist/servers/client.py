@@ -1,4 +1,4 @@
-"""A worker's access to one model: pull, push, clock, and push_pull, which does all three at once.
+"""A worker's access to one model on the servers: pull, push, clock and push_pull.
 
     worker sends                    each server
     pull    -> names, rows          -> waits for slower workers -> answers with values, version
@@ -6,8 +6,8 @@
     clock   -> tick                 -> advances the worker's clock, answers the pulls that waited
                                        for it
 
-A clock is one training step of a worker, and a tick is the message that ends it. The module
-`wire.client_requests` tells which servers get a message, and which must answer.
+A clock is one training step of a worker, and a tick is the message that ends the step. A push_pull
+does all three with one message to each server.
 """
 
 from __future__ import annotations
@@ -48,15 +48,12 @@ class Client:
     versions : list of int
         For each server, how many updates the values of this worker's newest pull include.
     dropped : int
-        How many pushes of this worker the servers have not applied, according to the answer to its
-        newest pull.
+        How many pushes of this worker the servers have left out, as of its newest pull.
     gaps : Counter
-        For each number n, how many clocks (steps) this worker began when it was n clocks ahead of
-        the slowest worker.
+        For each number n, how many steps this worker began when it was n steps ahead of the slowest
+        worker.
     group : ServerGroup
         The group that the model belongs to.
-    requests : ClientRequests
-        Sends the requests of this client, and receives the answers.
     """
 
     def __init__(
@@ -88,8 +85,7 @@ class Client:
         """Fetch parameters with all updates that the consistency mode guarantees in this step.
 
         The call waits for slower workers if the model's consistency mode (such as BSP or SSP)
-        requires that. A server never answers a pull while it is in the middle of an update. After
-        the call, `versions` has the number of updates that the values of each server include.
+        requires that. A server never answers a pull while it is in the middle of an update.
 
         Parameters
         ----------
@@ -104,8 +100,8 @@ class Client:
         Returns
         -------
         dict
-            A mapping of name to array. An array has the shape of its tensor, or the shape
-            ``(len(rows), *shape[1:])`` if only some rows are wanted.
+            Name to array. An array has the shape of its tensor, or the shape ``(len(rows),
+            *shape[1:])`` if only some rows are wanted.
         """
         self._open()
         with self._pulling:
@@ -116,17 +112,16 @@ class Client:
     def push(self, gradients: Mapping, *, samples: int | None = None) -> None:
         """Send the mean gradient over `samples` samples to the servers, at most once per step.
 
-        When the call returns, the caller may overwrite the gradients, even if the servers have not
-        received them yet. A large gradient is sent in pieces, and only copies of a few pieces are
-        on the way at the same time. So the call takes about as long as the transfer.
+        When the call returns, the caller may overwrite the gradients. For a large gradient, the
+        call takes about as long as the transfer.
 
         Parameters
         ----------
         gradients : mapping
-            Name to array, or to ``(rows, values)`` for some rows of a tensor (a row given twice
-            is added twice). Tensors that are not named have gradient zero.
+            Name to array, or to ``(rows, values)`` for some rows of a tensor (a row given twice is
+            added twice). Tensors that are not named have gradient zero.
         samples : int, optional
-            The number of samples, which is the weight of this push. 0 is allowed. By default all
+            The number of samples, which is the weight of this push; 0 is allowed. By default all
             workers have the same weight. `samples` is required if the model has a `global_batch`.
         """
         self._open()
@@ -139,9 +134,9 @@ class Client:
             self._link.background()
 
     def clock(self) -> None:
-        """Finish this worker's step, without waiting; the next pull waits for slower workers.
+        """Finish this worker's step, without waiting.
 
-        How long that pull waits depends on the consistency mode; under ASP it does not wait.
+        The next pull may wait for slower workers, depending on the consistency mode.
         """
         self._open()
         with self._ticking:
@@ -185,7 +180,7 @@ class Client:
         return results
 
     def _push_pull_again(self, bound: BoundPushPull, samples: int | None) -> dict:
-        """Do a push_pull of the arrays of an earlier call; `bound.pack` has been called already."""
+        """Do a push_pull of the arrays of an earlier call, after `bound.pack`."""
         self._enter()
         requests, self._binds = self.requests, _BINDS
         requests.pushed, requests.started = (clock := requests.clock), True
@@ -199,19 +194,13 @@ class Client:
         return bound.results()
 
     def begin_at(self, clock: int) -> None:
-        """Let this worker begin with the step number `clock` instead of 0.
-
-        Called before all other methods, if training goes on after a rank has died.
-        """
+        """Let this worker begin with the step number `clock`, if training goes on after a death."""
         self.requests.clock = clock
 
     def repeat_push_pull(
         self, gradients: Mapping, *, out: Mapping, samples: int | None, known: Collection[int]
     ) -> None:
-        """Do `push_pull` again after a rank has died; send no push to servers that have it already.
-
-        `known` has the numbers of these servers, which received the push before the death.
-        """
+        """Do `push_pull` again after a death, but send no gradients to the servers in `known`."""
         self._open()
         with self._fused:
             wanted, results = self._names.wanted(None, out)
@@ -222,10 +211,9 @@ class Client:
     def drop(self, *, unused_for: int) -> int:
         """Free the rows of open tables that no push has named lately; return their number.
 
-        An open table is one whose rows are made by pushes. A row is freed if no push has named it
-        in the last `unused_for` clocks (steps) that all workers have finished. A later pull of the
-        row's key gets the initial values again. One worker calls `drop`; the other workers can go
-        on.
+        An open table is a table whose rows are made by pushes. A row is freed if no push has named
+        it in the last `unused_for` steps that all workers have finished. A later pull of the row's
+        key gets the initial values again. One worker calls `drop`, while the other workers go on.
 
         Raises
         ------
@@ -238,7 +226,7 @@ class Client:
             return ask_to_drop(self, unused_for)
 
     def forget_rows(self) -> None:
-        """Drop the rows that this worker has cached (`cache_rows`); later pulls ask servers."""
+        """Forget the rows that this worker has cached (`cache_rows`); later pulls ask servers."""
         if self._cache is not None:
             self._cache.clear()
 
@@ -266,19 +254,21 @@ class Client:
 
     @property
     def stats(self) -> dict:
-        """The counts of messages, steps and waits of this worker so far.
+        """The counts of messages, steps and waits of this worker so far, as a dict.
 
-        ``waits`` has the seconds spent waiting for servers to answer ("server") and for slower
-        workers to catch up ("worker"). ``gaps`` (steps ahead of the slowest worker), ``staleness``
-        (updates by other workers between this worker's pull and push) and ``queue`` (how many
-        workers waited for a server at the same time) are histograms. ``nonfinite`` counts the
-        pushes that were left out because of a NaN or an infinity. ``dropped`` counts the pushes
-        that servers did not apply, and ``skipped`` counts the clocks that this worker skipped. The
-        worker learns both numbers from answers to its pulls. ``cache`` is None without
-        `cache_rows`. Otherwise it has the number of distinct rows in all pulls that came from the
-        cache (``hits``) or from servers (``misses``). It also has the number of pulls that asked no
-        server (``quiet``), and the number of rows that the cache has now (``rows``). The counts of
-        messages and bytes are sums over all clients of this rank.
+        - ``waits``: the seconds spent waiting for servers to answer ("server") and for slower
+          workers ("worker").
+        - ``gaps``: a histogram of how many steps this worker was ahead of the slowest worker.
+        - ``staleness``: a histogram of how many updates came between a pull and the next push.
+        - ``queue``: a histogram of how many workers waited for a server at the same time.
+        - ``nonfinite``: the number of pushes left out because of a NaN or an infinity.
+        - ``dropped``, ``skipped``: the numbers of pushes that servers left out, and of steps that
+          this worker skipped, as of its newest pull.
+        - ``cache``: None without `cache_rows`; otherwise the number of pulled rows that came from
+          the cache (``hits``) and from servers (``misses``), the number of pulls that asked no
+          server (``quiet``), and the number of rows in the cache now (``rows``).
+
+        The counts of messages and bytes are sums over all clients of this rank.
         """
         return {
             "clocks": self.finished,
@@ -301,11 +291,10 @@ class Client:
     def consistency(self) -> Consistency:
         """The consistency mode, which may be set between two steps: BSP, SSP, DSSP or ASP.
 
-        All workers of the model must set the same mode in the same clock (step); otherwise all
-        ranks get a ProtocolError. The new mode begins with the next clock, for all workers and
-        servers, and no push is lost. All workers begin the first clock after BSP or SSP(0) with the
-        same parameters. Setting the present mode does nothing. The mode cannot change in elastic
-        runs.
+        All workers of the model must set the same mode in the same step; otherwise all ranks get a
+        ProtocolError. The new mode begins with the next step, for all workers and servers, and no
+        push is lost. All workers begin the first step after BSP or SSP(0) with the same parameters.
+        Setting the present mode does nothing. The mode cannot change in elastic runs.
 
         Raises
         ------
@@ -327,13 +316,12 @@ class Client:
     def set_optimizer(self, optimizer) -> None:
         """Use another optimizer, or another learning rate, from now on. All workers must call this.
 
-        The workers call it in the same clock (step), with equal optimizers; otherwise all ranks get
-        a ProtocolError. Under BSP the update of this clock is the first one with the new optimizer.
-        In other modes a server uses the new optimizer as soon as the last worker has called. An
+        The workers call it in the same step, with equal optimizers; otherwise all ranks get a
+        ProtocolError. Under BSP the update of this step is the first one with the new optimizer. In
+        other modes a server uses the new optimizer as soon as the last worker has called. An
         optimizer of the same kind goes on with the state of the old one (such as velocities and the
-        progress of a schedule). An optimizer of another kind begins with a new state. Servers get a
-        copy of an optimizer of your own, which `pickle` must be able to make; workers compare its
-        class and its settings. In elastic runs the optimizer cannot change.
+        progress of a schedule). An optimizer of another kind begins with a new state. `pickle` must
+        be able to copy an optimizer of your own. In elastic runs the optimizer cannot change.
 
         Raises
         ------
@@ -353,7 +341,7 @@ class Client:
     # -- messages ------------------------------------------------------------------------
 
     def _requests(self, model: int, piece_bytes: int, share: NodeShare | None) -> ClientRequests:
-        """Return the object that sends this client's requests to the servers of its `layout`."""
+        """Return the object that sends this client's requests to the servers."""
         layout, numbers = self.layout, range(len(self._servers))
         self._names, self._binds = Selection(self.name, layout), 0 if self._cache else _BINDS
         self._names.assigns = getattr(self.asked.optimizer, "assigns", False)
@@ -372,9 +360,8 @@ class Client:
     def use_layout(
         self, layout: ServerLayout, servers: list[int], piece_bytes: int, share: NodeShare | None
     ) -> None:
-        """Use another division of the model between servers from now on. Called between two clocks.
+        """Use another division of the model between servers, given by `layout`, from this step on.
 
-        `layout` says which server now holds which tensors. `servers` has the ranks of the servers,
         `piece_bytes` is the largest size of a piece of a message, and `share` is the memory that
         the ranks of this host share for the model.
         """
@@ -398,7 +385,7 @@ class Client:
             self._end_call(*self.requests.ask(PULL, {}, {}), False, True)
 
     def _checked(self, gradients: Mapping, samples) -> tuple[dict, int | None]:
-        """Check a push before anything is sent; return its gradients and its samples."""
+        """Check a push before anything is sent; return its gradients and its number of samples."""
         samples = self._check_push(samples)
         pushes = self._names.split(gradients)
         if (wrong := not_finite(self.name, pushes)) is None:
@@ -417,7 +404,7 @@ class Client:
     def _ask(
         self, flags: int, wanted: dict, results: dict, pushes=None, samples=None, known=()
     ) -> None:
-        """Do what `ClientRequests.ask` does, and update this client's counts from the answers."""
+        """Send requests by `ClientRequests.ask`, and update this client's counts."""
         entering = bool(flags & CLOCK) or self.requests.entered < self.finished
         if self._cache is None:
             headers, waited = self.requests.ask(flags, wanted, results, pushes, samples, known)

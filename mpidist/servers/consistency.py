@@ -1,10 +1,7 @@
 """When a server may apply a push and answer a pull in the modes BSP, ASP and SSP.
 
-This module uses no MPI.
-
 Every worker has a clock: the number of steps that the worker has finished. A worker at clock c
-works on step c. The worker enters step c when its first pull in step c is answered, and the worker
-finishes step c with a tick, which is a call of ``clock``.
+works on step c. The worker enters step c when its first pull in step c is answered.
 
     SSP(1), 3 workers    worker 0  [0][1][2].......   enters 2 when the slowest has finished 1
                          worker 1  [ 0 ][ 1 ][ 2 ]    steps: no worker is ever more than
@@ -21,13 +18,9 @@ SSP(s)    when every live worker has finished     at once; with s = 0 in worker 
 ASP       at once                                 at once
 ========= ======================================= ==========================================
 
-A worker that has left (finished or died) is no longer a live worker. Pushes that a worker has sent
-before it left are still applied.
-
-The class `ConsistencyGate` contains the rules of these three modes as one state machine. A server
-reports each event (a push, a tick, a pull, or that a worker leaves) to its `ConsistencyGate` in the
-order of arrival. The server carries out the actions (updates and answers) that the gate returns, in
-their order. The tests try every possible order of events.
+A live worker is one that has not left: it has neither finished training nor died. Pushes that a
+worker has sent before it left are still applied. The class `ConsistencyGate` contains these rules
+as one state machine, without MPI.
 
 SSP: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server",
 NIPS 2013.
@@ -57,18 +50,14 @@ class Consistency:
     bound : int or None
         How many steps the fastest worker may be ahead of the slowest worker; None means no bound.
     holds : bool
-        Whether the server holds each push until every live worker has finished the step of the
-        push.
+        Whether the server keeps the gradients of a step until every worker has finished the step.
     merges : bool
-        Whether the pushes of all workers in one step make one update.
+        Whether the gradients of all workers in one step make one update.
     streams : bool
-        Whether a server may apply and answer a large push piece by piece (a piece is a range of its
-        bytes). This is possible if no worker gets an answer before all workers have sent their
-        pushes.
+        Whether a server may apply and answer large gradients piece by piece.
     asks_all : bool
-        Whether a worker begins a step only when every server has answered its pull, as in modes in
-        which server number 0 alone decides when a worker may begin. Otherwise a worker asks only
-        the servers that hold the parameters that it pulls.
+        Whether a worker begins a step only when every server has answered it. Otherwise a worker
+        asks only the servers that hold the parameters that it needs.
     survives : bool
         Whether an elastic run can go on in this mode after a death.
     """
@@ -76,7 +65,9 @@ class Consistency:
     bound: ClassVar[int | None] = None
     holds: ClassVar[bool] = False
     merges: ClassVar[bool] = False
+    # Possible if no worker gets an answer before all workers have sent their pushes.
     streams: ClassVar[bool] = False
+    # As in modes in which server number 0 alone decides when a worker may begin.
     asks_all: ClassVar[bool] = False
     survives: ClassVar[bool] = True
 
@@ -86,9 +77,8 @@ class Consistency:
     def gate(
         self, workers: int, server: int = 0, now: Callable[[], float] = time.monotonic
     ) -> ConsistencyGate:
-        """Return the `ConsistencyGate` that carries out this mode on server number `server`.
+        """Return the object that decides on server number `server` when workers may go on.
 
-        The gate decides when pushes are applied and pulls answered, for this number of `workers`.
         ``now()`` returns the time in seconds, for modes that measure how fast workers are.
         """
         return ConsistencyGate(self, workers)
@@ -134,38 +124,31 @@ class SSP(Consistency):
 
 
 class Apply(NamedTuple):
-    """The action of a server to make one update from `pushes`.
-
-    `pushes` is a list of (worker, push) in the order of the workers.
-    """
+    """A server's next action: make one update from `pushes`, a list of (worker, its gradients)."""
 
     clock: int
     pushes: tuple[tuple[int, Any], ...]
 
 
 class Drop(NamedTuple):
-    """The action of a server to leave out `pushes`, a list of (worker, push) of one clock (step).
-
-    The server counts these pushes, but does not apply them.
-    """
+    """A server's next action: leave out `pushes`, a list of (worker, its late gradients)."""
 
     clock: int
     pushes: tuple[tuple[int, Any], ...]
 
 
 class Answer(NamedTuple):
-    """The action of a server to answer the pull of `worker`.
-
-    The worker is `gap` steps ahead of the slowest worker. `item` is the pull.
-    """
+    """A server's next action: send `worker` the parameters for which it has asked."""
 
     worker: int
+    # How many steps the worker is ahead of the slowest worker.
     gap: int
+    # The request that is answered.
     item: Any
 
 
 class Do(NamedTuple):
-    """The action of a server to call the function `work`, after all earlier updates and answers."""
+    """A server's next action: call the function `work`, after all earlier updates and answers."""
 
     work: Callable[[], None]
 
@@ -174,20 +157,16 @@ Action = Apply | Answer | Drop | Do
 
 
 class ConsistencyGate:
-    """Decides for one model on one server when pushes are applied and pulls are answered.
+    """Decides for one model on one server when gradients are applied and workers answered.
 
-    It has the clocks of all workers (how many steps each has finished), and the waiting pushes and
-    pulls. The methods `push`, `tick` (the end of a step), `pull` and `leave` each record an event,
-    and return the actions (`Apply`, `Drop`, `Answer` or `Do`) that are now allowed, in the order in
-    which the server carries them out. Updates come before answers, so an answer includes every
-    update that the consistency mode guarantees to the worker.
+    The methods `push`, `tick` (the end of a step), `pull` and `leave` each record an event of a
+    worker. They return the actions (`Apply`, `Drop`, `Answer` or `Do`) that are now allowed, in the
+    order in which the server must carry them out.
 
     Raises
     ------
     ProtocolError
-        An event that is not allowed: a second push of a worker in one step, a push in a step in
-        which a pull of the worker would still have to wait, a second pull while a pull waits, or
-        any event after the worker has left.
+        An event that is not allowed, such as a second push of a worker in one step.
     """
 
     def __init__(self, consistency: Consistency, workers: int):
@@ -205,65 +184,40 @@ class ConsistencyGate:
         self.settled = True
 
     def begin_at(self, clocks: Sequence[int]) -> None:
-        """Let each worker begin at its number of finished steps in `clocks`, instead of 0.
-
-        Called before the first event.
-        """
+        """Let each worker begin at its number of finished steps in `clocks`, instead of 0."""
         self.clocks[:] = clocks
 
     def mode_at(self, clock: int) -> Consistency:
-        """Return the consistency mode of the step `clock`.
-
-        All steps have the same mode, except in the subclass `ChangingGate`.
-        """
+        """Return the consistency mode of the step `clock`."""
         return self.consistency
 
     def changes(self) -> list[tuple[int, Consistency]]:
-        """Return the modes after the first one, as pairs (first clock of the mode, mode).
-
-        The list is empty, except in the subclass `ChangingGate`.
-        """
+        """Return the modes after the first one, as pairs (first step of the mode, mode)."""
         return []
 
     def note_tick(self, worker: int) -> None:
-        """Called when `worker` finishes its step, to measure the time; this class does nothing.
-
-        Subclasses of modes that depend on the speed of workers measure the time.
-        """
+        """Called when `worker` finishes its step; a subclass may measure the time."""
 
     def note_enter(self, worker: int) -> None:
-        """Called when `worker` begins its step, to measure the time; this class does nothing.
-
-        Subclasses of modes that depend on the speed of workers measure the time.
-        """
+        """Called when `worker` begins its step; a subclass may measure the time."""
 
     def slowest(self) -> int:
-        """Return the smallest clock (number of finished steps) of the workers that have not left.
-
-        If all workers have left, this is a number above all clocks.
-        """
+        """Return how many steps the slowest worker has finished; a huge number if all have left."""
         if False not in self.live:
             return min(self.clocks, default=sys.maxsize)  # takes half of the time
         return min(itertools.compress(self.clocks, self.live), default=sys.maxsize)
 
     def is_open(self, worker: int) -> bool:
-        """Whether a pull of `worker` in its present step may be answered now."""
+        """Whether `worker` may get the parameters for its present step now."""
         bound = self.consistency.bound
         return bound is None or self.ahead(worker) <= bound
 
     def ahead(self, worker: int) -> int:
-        """Return how many steps a live worker is ahead of the slowest live worker.
-
-        A live worker is one that has not left.
-        """
+        """Return how many steps `worker` is ahead of the slowest worker that has not left."""
         return self.clocks[worker] - self.slowest()
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return (workers for which the pull of `worker` waits, number of them that must go on).
-
-        The pull can be answered only after this number of these workers have each sent another
-        message.
-        """
+        """Return the workers for which `worker` waits, and how many of them must go on first."""
         bound = self.consistency.bound
         lowest = self.clocks[worker] - (sys.maxsize if bound is None else bound)
         clocks = enumerate(self.clocks)
@@ -271,15 +225,12 @@ class ConsistencyGate:
         return behind, len(behind)
 
     def push(self, worker: int, item: Any = None, entered: bool = False) -> list[Action]:
-        """Record one push of `worker` in its present step.
-
-        Returns the actions (such as updates and answers) that are allowed now. `item` is the push,
-        which the actions contain. `entered` says whether another server has already answered a pull
-        of the worker in this step.
-        """
+        """Record gradients that `worker` sends; return the updates and answers allowed now."""
+        # `item` is the push, for the returned actions.
         clock = self._present(worker, "push")
         if self.pushed[worker] == clock:
             raise refused(worker, f"second push in clock {clock}; call clock() first")
+        # `entered`: another server has already answered a pull of the worker in this step.
         if not (entered or self._may_push(worker)):
             raise refused(worker, f"push in clock {clock} before it was let in; pull first")
         self.pushed[worker] = clock
@@ -290,48 +241,32 @@ class ConsistencyGate:
         return self.entered[worker] == self.clocks[worker] or self.is_open(worker)
 
     def _taken(self, worker: int, clock: int, item: Any) -> list[Action]:
-        """Return the update of an allowed push, or nothing if the mode holds the push."""
+        """Return the update of an allowed push, or nothing if the mode keeps the push for later."""
         if not self.mode_at(clock).holds:
             return [Apply(clock, ((worker, item),))]
         self.held.setdefault(clock, {})[worker] = item
         return []
 
     def tick(self, worker: int) -> list[Action]:
-        """Record that `worker` has finished its present step.
-
-        Returns the actions (such as updates and answers) that are allowed now.
-        """
+        """Record the end of a step of `worker`; return the updates and answers allowed now."""
         self._present(worker, "clock")
         self.clocks[worker] += 1
         return self._released()
 
     def pull(self, worker: int, item: Any = None) -> list[Action]:
-        """Record that `worker` asks for the parameters of its present step.
-
-        `item` is the pull. Returns the actions (such as updates and answers) that are allowed now.
-        """
+        """Record that `worker` asks for parameters; return the answers that are allowed now."""
         self._present(worker, "pull")
         self.waiting[worker] = item
         return self._answers()
 
     def leave(self, worker: int) -> list[Action]:
-        """Record that `worker` has finished training or died.
-
-        Returns the actions (such as updates and answers) that are allowed now.
-
-        The other workers no longer wait for `worker`.
-        """
+        """Record that `worker` left or died; return the updates and answers allowed now."""
         self._present(worker, "leave")
         self.live[worker] = False
         return self._released()
 
     def follow(self, decision: Any) -> list[Action]:
-        """Record a decision that the first server has sent.
-
-        Returns the actions (such as updates and answers) that are allowed now. `follow` is called
-        only in modes in which the first server decides for all servers which pushes of a step
-        count.
-        """
+        """Record a decision of the first server; return the updates and answers allowed now."""
         raise ProtocolError(f"{self.consistency}: no server decides for the others: {decision}")
 
     def _present(self, worker: int, event: str) -> int:
@@ -399,7 +334,7 @@ def simulate(
 ) -> Simulation:
     """Compute how long workers wait under `consistency`, from given step times, without MPI.
 
-    The simulated servers take no time, and each exchange of messages takes `trip` seconds.
+    The simulated servers take no time.
 
     Parameters
     ----------

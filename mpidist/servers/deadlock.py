@@ -3,15 +3,10 @@
     rank 0   client.pull() ....... waits for the answer of server 2
     rank 2   md.allreduce(comm) .. waits for rank 0
 
-The collectives of mpidist are numbered, and different numbers show that ranks are in different
-calls. The calls of a server group have no such numbers, so numbers do not show that one rank is in
-a pull and another rank in an allreduce. However, the rank in the allreduce has sent a status
-message (see `Statuses`), which names the allreduce. The rank in the pull has not begun this
-allreduce, and cannot begin it while it waits for the other rank.
-
-Workers can also wait for each other in calls of one group, for example if two workers pull two
-models in opposite order. A server finds such workers by the function `stalled`, because it knows
-for whom each pull waits, and a waiting worker sends no further message.
+A rank that has waited for some time in an mpidist collective sends a status message, which names
+the collective. In the picture, rank 0 learns in this way that rank 2 waits in an allreduce, which
+rank 0 has not begun and cannot begin while it waits. Workers that wait for each other in calls of
+one server group, such as two pulls in opposite order, are found by the server (`stalled`).
 """
 
 from __future__ import annotations
@@ -32,11 +27,8 @@ def check_stuck(
 ) -> None:
     """Raise MismatchError if a rank in `ranks` has left, or waits for this rank in another call.
 
-    This rank waits for messages of `ranks`, and calls this function when it has waited for a while.
-    All ranks of the communicator get the same MismatchError, so that no rank waits for ever.
-    ``test()`` says whether the awaited messages have arrived by now (in this case the other rank
-    may already be in its next call); if so, no error is raised. `context` is mpidist's state for
-    the communicator, and `trail` has the newest requests of this rank, for the error text.
+    All ranks of the communicator get the same MismatchError. ``test()`` says whether the awaited
+    messages of `ranks` have arrived; if so, no error is raised.
     """
     if context.size == 1:
         return
@@ -44,6 +36,7 @@ def check_stuck(
         context.statuses.listen()
     for rank in ranks:
         status = context.statuses.known(rank)
+        # `test` last: the rank may have sent its messages, and be in its next call already.
         if status is not None and _cannot_come(status, context.sequence) and not test():
             context.statuses.fail(_text(context, trail, status))
 
@@ -52,7 +45,7 @@ def stalled(waits: Mapping[int, tuple[Collection[int], int]]) -> list[int]:
     """Return the workers that can never go on, because they wait for each other.
 
     ``waits[worker]`` has the workers for which `worker` waits, and how many of these workers must
-    go on before `worker` can go on. A worker that is not in `waits` can go on.
+    go on before `worker` can go on.
     """
     stuck = set(waits)
     while free := {w for w in stuck if len(set(waits[w][0]) - stuck) >= waits[w][1]}:
@@ -67,20 +60,10 @@ def who_waits(
     barriers: Mapping[int, int],
     models: Sequence[tuple[str, ConsistencyGate]],
 ) -> str:
-    """Return a text that says which workers of a server can never go on, and for whom they wait.
+    """Return a text that says which workers of a server wait for each other; "" if none do.
 
-    Returns "" if there are none.
-
-    Parameters
-    ----------
-    ranks : sequence of int
-        The rank of each worker.
-    present, paused : collection of int
-        The workers that have not left, and the workers that wait in `ServerGroup.pause`.
-    barriers : mapping
-        How many barriers each worker has entered.
-    models : sequence of (str, ConsistencyGate)
-        The name of each model, and the gate that decides when its pulls are answered.
+    ``barriers[worker]`` is the number of barriers that the worker has entered. `present` has the
+    workers that have not left, and `paused` those that wait in `ServerGroup.pause`.
     """
     waits: dict[int, tuple[list[int], int]] = {}
     calls: dict[int, str] = {}

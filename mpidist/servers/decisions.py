@@ -3,11 +3,9 @@
     first server    gate.decisions: close round 4 with workers 0, 2 | worker 0 enters round 5
     other servers   gate.follow(decision), in the same order
 
-Under `modes.backup_workers` a step (a round) does not wait for the slowest workers, but all servers
-must use the pushes of the same workers. So the server with number 0 decides which workers these
-are. Its gate, the state machine of the mode, makes the decisions, and the gates of the other
-servers carry out the same decisions in the same order. The first server sends each decision to each
-other server as one message of a few numbers. MPI keeps the order of these messages.
+With backup workers (`modes.backup_workers`), a step (a round) does not wait for the slowest
+workers. All servers must use the pushes of the same workers, so the server with number 0 decides
+which workers these are, and the other servers follow its decisions in the same order.
 """
 
 from __future__ import annotations
@@ -24,27 +22,15 @@ from .protocol import DECISION
 
 
 class Decisions:
-    """Sends the decisions of the first server to the other servers, and receives them there.
-
-    Under `BackupWorkers` the server with number 0 decides for all servers which pushes count. A
-    decision is a `modes.backup_workers.Decision` about one model.
-
-    Parameters
-    ----------
-    link : Link
-    servers : sequence of int
-        Ranks of all servers. The attribute `ranks` has the same ranks.
-    """
+    """Sends the first server's decisions about which gradients count to the other servers."""
 
     def __init__(self, link: Link, servers: Sequence[int]):
+        # The ranks of all servers.
         self._link, self.ranks = link, list(servers)
         self._first, self._others = self.ranks[0], self.ranks[1:]
 
     def tell(self, model: int, gate: Any) -> None:
-        """On the first server: send its new decisions about a model to the other servers.
-
-        `model` is the number of the model, and `gate` is the `BackupGate` that has decided.
-        """
+        """On the first server: send its new decisions about a model to the other servers."""
         decisions, gate.decisions = gate.decisions, []
         for kind, clock, workers in decisions:
             for rank in self._others:

@@ -56,14 +56,14 @@ class ServerGroup(OnlineShares):
         The number of servers (the last ranks of `comm`), or the ranks of the servers, or the share
         of the model that each server rank holds: ``{0: 1, 1: 1, 2: 4}`` gives rank 2 two thirds. A
         rank with share 0 is no server. With "auto" all ranks serve, and the shares balance the
-        traffic of the hosts, see `mpidist.servers.layout.roles.balanced_shares`.
+        traffic of the hosts.
     placement : str or sequence of int
         "dedicated": a server rank only serves. "colocated": every rank works, and server ranks
         serve from inside the calls of their clients, so that a long computation between two calls
-        delays the other workers. A list contains the server ranks that only serve; the other
+        delays the other workers. A list contains the server ranks that only serve; all other
         servers also work.
     checksums : bool
-        Whether receivers check a CRC-32 of each message; see `pieces.checksums`.
+        Whether receivers check a CRC-32 of each message.
 
     Attributes
     ----------
@@ -147,17 +147,17 @@ class ServerGroup(OnlineShares):
             The name of the model in this group.
         model : mapping
             Name to array (the lowest worker rank's values are used), or name to ``(shape, dtype)``
-            or ``(shape, dtype, init)``. With shapes instead of arrays, the servers allocate and
-            fill the tensors, and no rank needs memory for the whole model. init is "zeros",
-            "normal", "uniform", a number, or ``(kind, scale)``. Some ranks may pass arrays and
-            other ranks shapes.
+            or ``(shape, dtype, init)``. With shapes, the servers fill the tensors, and no rank
+            needs memory for the whole model. init is "zeros", "normal", "uniform", a number, or
+            ``(kind, scale)``. Some ranks may pass arrays and other ranks shapes.
         optimizer : object with init and update
             Each server applies it to its own parts of the tensors: see ``mpidist.optim``.
         update : "add" or "assign"
             Used instead of an optimizer. "add": servers add pushed values to the present values.
-            "assign": pushed values replace the present values; if several pushes of a clock under
+            "assign": pushed values replace the present values; if several pushes of a step under
             BSP, or several rows of a push, assign the same row, the last one in the order of the
-            workers counts. ``samples=0`` means no effect; otherwise `samples` does not matter.
+            workers counts. A push with ``samples=0`` changes nothing; any other number of samples
+            has the same effect.
         consistency : BSP, SSP, DSSP, ASP or BackupWorkers
             The consistency mode, which says when workers wait for each other. BSP by default.
         seed : int
@@ -186,7 +186,7 @@ class ServerGroup(OnlineShares):
             ``md.RowCache(rows, max_age=steps)``. A worker always sees its own pushes.
         clip_norm : float, optional
             Gradients with a larger global norm (over all tensors) are scaled to this norm: under
-            BSP and with backup workers the mean gradient of a clock, else each push. An optimizer
+            BSP and with backup workers the mean gradient of a step, else each push. An optimizer
             ``optim.clipped(optimizer, norm)`` has the same effect.
 
         Raises
@@ -244,15 +244,15 @@ class ServerGroup(OnlineShares):
     def serve(self, on_pause: Callable[[Any], None] | None = None) -> None:
         """Serve until all workers have left. Only ranks that are no workers call `serve`.
 
-        The end of the group's ``with`` block calls `serve` if the program has not called it. A
-        program needs to call `serve` only to pass `on_pause`.
+        A program needs to call `serve` only to pass `on_pause`; otherwise the end of the group's
+        ``with`` block serves.
 
         Parameters
         ----------
         on_pause : callable, optional
             A function that is called with the argument `tag` of `pause` when the workers call
-            `pause`. In `on_pause` the servers take part in an operation of all ranks during
-            training, such as a checkpoint. When `on_pause` returns, the server serves again.
+            `pause`. In `on_pause` the servers take part in an operation of all ranks, such as a
+            checkpoint. When `on_pause` returns, the server serves again.
         """
         self._open()
         if self.is_worker or self._server is None:
@@ -276,9 +276,9 @@ class ServerGroup(OnlineShares):
         """Interrupt the servers between two training steps. Collective over the workers.
 
         Returns when every server has applied all earlier pushes and is about to call
-        ``on_pause(tag)``. When `pause` has returned, the workers do their part of the operation
-        (such as a checkpoint) that `on_pause` does on the servers. On a rank that also works there
-        is no `on_pause`: the worker does the server's part, too.
+        ``on_pause(tag)``. The workers then do their part of the operation (such as a checkpoint)
+        that `on_pause` does on the servers. A rank that works and serves has no `on_pause`: its
+        worker does the server's part as well.
         """
         self._workers("pause")
         if isinstance(tag, bool) or not isinstance(tag, str | int):
@@ -301,7 +301,7 @@ class ServerGroup(OnlineShares):
     def barrier(self) -> None:
         """Wait for all workers, and serve requests while waiting. Collective over the workers.
 
-        In MPI's own barrier, a rank that works and serves would not serve workers that come later.
+        In MPI's own barrier, a rank that works and serves would answer no requests.
         """
         workers = self._workers("barrier")
         with GroupCall(self.link, "barrier"), self.link.doing("barrier"):
@@ -320,11 +320,11 @@ class ServerGroup(OnlineShares):
             ``parameters``: list of (tensor name, first index in the flattened tensor, 1-D array),
             or (tensor name, rows, 2-D array) of a tensor whose rows are dealt to the servers;
             ``optimizer``: such a list for each kind of optimizer state; ``scalars``: the
-            optimizer's 0-d arrays; ``version``: the number of updates applied; ``clock``: the
-            clocks that the slowest worker has finished. The arrays are not copies: writing into
-            them changes the server's values. Open tables are copies, as (name, keys, 2-D array).
-            Only for them there is ``counts``: for each key the clocks since its newest push, and
-            how often it was pushed, or -1 if it has a row.
+            optimizer's 0-d arrays; ``version``: the number of updates applied; ``clock``: the steps
+            that the slowest worker has finished. The arrays are not copies: writing into them
+            changes the server's values. Open tables are copies, as (name, keys, 2-D array). Only
+            for them there is ``counts``: for each key the steps since its newest push, and how
+            often it was pushed, or -1 if it has a row.
         """
         hosted = self._hosted(name)
         return {**hosted.shard.export(), "clock": min(hosted.gate.clocks, default=0)}
@@ -356,13 +356,13 @@ class ServerGroup(OnlineShares):
     def report(self) -> dict:
         """Return a report with the counts of this rank, or of all ranks after the end of the group.
 
-        ``shares`` has the fraction that each server should hold. ``models`` has the bytes per
-        server and the imbalance factor (the largest quotient of the bytes of a server and its share
-        of all bytes). ``ranks`` has one dict per rank, with the keys ``rank``, ``server``,
-        ``clients`` and ``waits``. ``server`` has how many workers waited at once and, per model,
-        the staleness of the pushes, the gaps between the clocks of the workers, and the number of
-        updates. ``clients`` is described in `Client.stats`. ``waits`` has the seconds that the rank
-        has waited for servers, for workers, and for all ranks.
+        ``shares`` has the fraction of each model that each server should hold. ``models`` has the
+        bytes per server and the imbalance factor (the largest quotient of the bytes of a server and
+        its share of all bytes). ``ranks`` has one dict per rank, with the keys ``rank``,
+        ``server``, ``clients`` (see `Client.stats`) and ``waits`` (the seconds that the rank has
+        waited for servers, for workers, and for all ranks). ``server`` has how many workers waited
+        at once and, per model, the staleness of the pushes, the gaps between the clocks of the
+        workers, and the number of updates.
         """
         roles = self.server_ranks, self.placement, self.shares
         return {**group_facts(*roles, self._layouts), "ranks": self._everyone or [self._facts()]}
@@ -414,7 +414,7 @@ class ServerGroup(OnlineShares):
         trails.discard(self.link.trail)
 
     def _left_open(self) -> None:
-        """At exit, notify the other ranks that this rank has not closed the group."""
+        """At exit, notify all other ranks that this rank has not closed the group."""
         if not self.closed and MPI.Is_initialized() and not MPI.Is_finalized():
             self._abandon(ProtocolError("the program ended and left the server group open"))
 
@@ -432,7 +432,7 @@ class ServerGroup(OnlineShares):
             self._abandon(error)
 
     def _abandon(self, failure: BaseException) -> None:
-        """Notify the other ranks of a failure, and end the group; its communicator is not freed."""
+        """Notify all other ranks of a failure, and end the group."""
         self._end()
         for client in self._clients:
             client.closed = True

@@ -1,14 +1,9 @@
 """How a rank of a server group sends and receives messages, waits, and reports failures.
 
-A rank that fails sends a notice (a short message) to all other ranks. Every wait of this module
-looks for notices, so no rank waits for ever for a rank that has failed. A rank that is both worker
-and server answers requests of other workers inside every wait.
-
-The messages travel on the control communicator, one of mpidist's duplicates of the user's
-communicator, with the group's own tags. A group calls no MPI collectives on the control
-communicator: `Link.exchange` gathers values up a tree to rank 0 and sends them down again. If a
-group fails, messages stay unreceived, so mpidist never frees its duplicates of the user's
-communicator.
+A rank that fails sends a notice (a short message) to all other ranks. Every wait looks for notices,
+so no rank waits for ever for a rank that has failed. A rank that is both worker and server answers
+requests of other workers inside every wait. The messages travel on a duplicate of the user's
+communicator, which is never freed if the group fails, because messages then stay unreceived.
 """
 
 from __future__ import annotations
@@ -89,54 +84,26 @@ class GroupCall:
 
 
 class Link:
-    """The sends, receives and waits of one rank. Only `run_on_all` and `exchange` are collective.
-
-    Attributes
-    ----------
-    context : Context
-        mpidist's state for the user's communicator. Its control communicator carries the messages.
-    tag : int
-        The first message tag of this group; it is added to every tag of `protocol`.
-    turn : list
-        A list that is empty while a thread is in a call of the group, so that the call of a second
-        thread raises an error. A thread begins a call by `list.pop`, which is as atomic as a lock
-        and takes half of the time of a lock.
-    failed : str or None
-        Why the group has failed; None while the group works.
-    heard : bool
-        Whether `failed` is the text of another rank's notice.
-    touched : bool
-        Whether an error in the present call ends the group, because messages were sent already.
-    careful : bool
-        Whether the next call must run `check_call`. `careful` is true when the group has failed,
-        and when only the main thread may call MPI, because MPI runs below MPI_THREAD_MULTIPLE
-        (`one_thread`).
-    background : callable
-        The function that every wait calls again and again: `Server.poll` on a rank that serves,
-        else `nothing`. `background` returns true when it did something.
-    on_note : callable or None
-        On the first server: a function that is called with a worker's rank and the two integers
-        (`note0` and `note1` of the header) that the worker has sent with a request.
-    moved : bool
-        Whether a piece of a message has arrived or begun to be sent, so a wait does not sleep yet.
-    waits : dict
-        The seconds that this rank has waited for "server", for "worker", and for "all" ranks.
-    checksums : Checksums or None
-        Computes and compares the checksums of messages; None if the group uses no checksums.
-    models : list of Hosted
-        The models on this rank's server; empty if this rank is no server.
-    trail : events.Trail
-        The requests that this rank has sent and served.
-    """
+    """The sends, receives and waits of one rank of a server group."""
 
     def __init__(self, context: Context, group: int):
         self.context, self.comm = context, context.control
+        # A call takes `turn` by `list.pop`, which is as atomic as a lock and takes half of the
+        # time.
         self.tag, self.turn = FIRST_TAG + TAGS * (group % GROUPS), [None]
         self.pool = MessagePool(keep=2 * self.comm.size + 4)
+        # With `one_thread`, only the main thread may call MPI.
         self.careful = self.one_thread = MPI.Query_thread() < MPI.THREAD_MULTIPLE
+        # Why the group has failed.
         self.failed: str | None = None
+        # Whether `failed` is another rank's text; whether an error in the present call ends the
+        # group, as messages were sent; whether a piece of a message came or went, so a wait does
+        # not sleep yet.
         self.heard = self.touched = self.moved = False
+        # Every wait calls it again and again: `Server.poll` on a rank that serves. True if it did
+        # something.
         self.background: Callable[[], bool] = nothing
+        # On the first server: called with a worker's rank and the two numbers of its request.
         self.on_note: Callable[[int, tuple[int, int]], None] | None = None
         self.waits = {"server": 0.0, "worker": 0.0, "all": 0.0}
         self.trail, self.counters = events.Trail(self.comm.rank, self.comm.size), events.Counters()
@@ -154,10 +121,7 @@ class Link:
     # -- one call at a time ------------------------------------------------------------------
 
     def check_call(self, name: str) -> None:
-        """Raise an error if this thread must not call MPI, or if the group has failed.
-
-        `name` is the name of the call, for the error text.
-        """
+        """Raise an error if this thread must not call MPI, or if the group has failed."""
         if self.one_thread and not MPI.Is_thread_main():
             raise ProtocolError(
                 f"{name}: called in thread {threading.current_thread().name!r}, and MPI was "
@@ -168,20 +132,14 @@ class Link:
             raise self._ended(f"this server group failed earlier: {self.failed}")
 
     def broken(self, name: str, error: BaseException) -> None:
-        """Notify all ranks that a call of this rank failed after its first message. Does not raise.
-
-        `name` is the name of the call. A call that fails before its first message has changed
-        nothing and may be repeated.
-        """
+        """Notify all ranks that the call `name` failed, if it had sent messages. Does not raise."""
         if self.touched and self.failed is None:
             self.failed, self.careful = f"{name} was broken off by {described(error)}", True
             self.abandon(error)
 
     def abandon(self, error: BaseException) -> None:
-        """Notify all other ranks of `error`, and keep all buffers that MPI may still write to.
-
-        After a death in an elastic program, no notice is sent, because all ranks notice the death.
-        """
+        """Notify all other ranks of `error`, and keep all buffers that MPI may still write to."""
+        # After a death in an elastic program, all ranks notice the death.
         if ulfm.current is not None and is_death(error):
             self.death = copy(rank_failure(error))  # without the traceback, which keeps the model
             keep_alive(self._sending, self.receiving, self._pinned)
@@ -195,8 +153,7 @@ class Link:
     def send(self, buffer: np.ndarray, nbytes: int, dest: int, tag: int) -> deque:
         """Begin to send the first `nbytes` bytes of `buffer`, which `MessagePool.take` returned.
 
-        Returns the MPI requests that are not complete. The method `reap` removes a request when it
-        has completed, and returns the buffer to the pool when all have completed.
+        Returns the MPI requests. `reap` later returns the buffer to the pool.
         """
         self.touched = True
         requests: deque[MPI.Request] = deque()
@@ -247,7 +204,8 @@ class Link:
     def wait_for(self, messages: Sequence[Incoming], peers: str | None = None) -> None:
         """Wait until all `messages` have arrived.
 
-        If `peers` ("server", "worker" or "all") is given, add the seconds to ``waits[peers]``.
+        If `peers` ("server", "worker" or "all") is given, the seconds are added to
+        ``waits[peers]``.
         """
         self.wait(
             lambda: all([message.test() for message in messages]),
@@ -263,12 +221,10 @@ class Link:
 
     @contextmanager
     def doing(self, kind: str, peer: int | None = None) -> Iterator[None]:
-        """Context manager that records an operation (`kind`, with the rank `peer`) in `trail`.
-
-        The record is marked as unfinished until the ``with`` block ends without an error.
-        """
+        """Context manager that records an operation of this rank in the log `trail`."""
         operation = self.trail.begin(kind, peer)
         yield
+        # After an error in the block, the record stays unfinished.
         operation[events.OPEN] = False
 
     def received(self, nbytes: int) -> None:
@@ -293,9 +249,8 @@ class Link:
     ) -> float:
         """Wait until `test()` is true; call `background` while waiting; return the seconds waited.
 
-        `ranks()` returns the ranks that this rank waits for. If one of the ranks in `ranks()` waits
-        for this rank in another call, neither rank can go on, and all ranks get a MismatchError. If
-        `peers` is given, the seconds waited are added to ``waits[peers]``.
+        `ranks()` returns the ranks that this rank waits for. If one of them waits for this rank in
+        another call, all ranks get a MismatchError.
         """
         start = began = time.monotonic()
         rest = _REST
@@ -336,10 +291,7 @@ class Link:
 
     @contextmanager
     def serving(self, background: Callable[[], bool]) -> Iterator[None]:
-        """Let every wait in the ``with`` block call `background` instead of the usual function.
-
-        With the function `nothing`, this rank answers no requests while it waits in the block.
-        """
+        """Let every wait in the ``with`` block call `background` instead of the usual function."""
         usual, self.background = self.background, background
         try:
             yield
@@ -374,11 +326,9 @@ class Link:
         return error
 
     def notify(self, failure: BaseException) -> None:
-        """Send a notice to all other ranks that this rank has failed because of `failure`.
-
-        The method sends nothing if all ranks already know `failure`, because this rank has received
-        `failure` as a notice or because all ranks have raised it together.
-        """
+        """Tell all other ranks that this rank has failed because of `failure`."""
+        # This rank has received `failure` as a notice, or all ranks have raised it together.
+        # Then all ranks know it already.
         if getattr(failure, "known_on", None) is self:
             return
         self._mark(failure)
@@ -401,11 +351,9 @@ class Link:
     # -- all ranks -----------------------------------------------------------------------------
 
     def run_on_all(self, doing: str, local: Callable[[], Any], decide: Callable | None = None):
-        """Run `local` on each rank, and let the ranks agree on the result, over this link.
+        """Run `local` on each rank, and let the ranks agree on the result. Collective over `comm`.
 
-        This is `agreement.run_on_all.run_on_all`, which explains the arguments. Collective over
-        `comm`. After a failure that all ranks have agreed on, the group stays usable and sends no
-        notice.
+        The function `agreement.run_on_all.run_on_all` explains the arguments.
         """
         before = self._exchanges
         try:
@@ -422,10 +370,7 @@ class Link:
             error.known_on = self
 
     def exchange(self, fact) -> list:
-        """Return a list of the JSON values `fact` of all ranks, in rank order.
-
-        Collective over `comm`, see `tree_exchange`.
-        """
+        """Return the JSON values `fact` of all ranks in rank order. Collective over `comm`."""
         with self.doing("exchange"):
             everything = tree_exchange(self, fact)
         self._exchanges += 1
@@ -433,12 +378,9 @@ class Link:
 
     @contextmanager
     def pinned(self, *memory) -> Iterator[None]:
-        """Keep the requests and buffers in `memory` alive while a ``with`` block runs.
-
-        If the block fails, they are kept for ever, because MPI may still use the buffers of a
-        communication that was not completed.
-        """
+        """Keep the requests and buffers in `memory` alive while a ``with`` block runs."""
         self.touched = True
+        # If the block fails, they are kept for ever, because MPI may still use them.
         self._pinned.append(memory)
         yield
         self._pinned.pop()

@@ -26,18 +26,15 @@ DEVICES = ("cpu", "gpu")
 
 
 class KeptModel(NamedTuple):
-    """What a living rank keeps of a model after a death, to add the model to a new group.
+    """What a living rank keeps of a model after a death, to add the model to a new group."""
 
-    The model is divided between the new group's servers as by `place_tensors`. `shard` is this
-    server's part of the model, or None on a rank that is no server. `copy` is this server's copy of
-    another server's part, if servers keep copies. `clocks` has the number of finished steps of each
-    worker of the new group. `applied` is used only in modes in which servers hold the pushes of a
-    step until all workers have finished it: the pushes of all steps below `applied` are applied.
-    """
-
+    # This server's part of the model; None on a rank that is no server.
     shard: Any
+    # The number of finished steps of each worker of the new group.
     clocks: Sequence[int]
+    # The pushes of all steps below this one are applied, if servers hold the pushes of a step.
     applied: int = 0
+    # This server's copy of another server's part, if servers keep copies.
     copy: Any = None
 
 
@@ -63,18 +60,8 @@ class Request(NamedTuple):
 def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, float]] | None]:
     """Check the arguments of `ServerGroup.add`; return what the ranks compare, and initial values.
 
-    Returns
-    -------
-    dict
-        The properties of the model that must be equal on all ranks.
-    dict or None
-        The initialisation of each tensor, as (kind, scale); None if the values are arrays.
-
-    Raises
-    ------
-    ConfigError
-        An argument is wrong, for example if a dtype is not floating-point, or if some values of the
-        model are arrays and others are tuples.
+    The initial values are (kind, scale) of each tensor, or None if the user gave arrays. Raises
+    ConfigError if an argument is wrong.
     """
     name, model, consistency = asked.name, asked.model, asked.consistency
     seed, global_batch = asked.seed, asked.global_batch
@@ -141,14 +128,12 @@ def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, fl
 
 
 def check_stale(asked: Request) -> None:
-    """Raise ConfigError if a model's policy for stale gradients does not suit its mode.
-
-    In BSP, SSP(0) and with backup workers, only `KeepStale` is allowed.
-    """
+    """Raise ConfigError if a model's policy for stale gradients does not suit its mode."""
     name, stale, mode = asked.name, asked.stale, asked.consistency
     if not isinstance(stale, Stale):
         stale_policy(stale)  # raises an error that says what is expected
         raise ConfigError(f"model {name!r}: stale is {shown(stale)}; give a policy, not its name")
+    # True of BSP, SSP(0) and backup workers.
     if mode.holds and stale != KeepStale():
         raise ConfigError(
             f"model {name!r}: stale={stale} needs consistency ASP, SSP(1) or more, or DSSP; under "
@@ -169,20 +154,14 @@ def check_checksums(checksums) -> None:
 
 
 def check_nonfinite(nonfinite, where: str = "") -> None:
-    """Raise ConfigError if `nonfinite` is neither "raise" nor "drop".
-
-    `where` is the beginning of the error text.
-    """
+    """Raise ConfigError if `nonfinite` is neither "raise" nor "drop"."""
     if not isinstance(nonfinite, str) or nonfinite not in NONFINITE:
         names = " or ".join(map(repr, NONFINITE))
         raise ConfigError(f"{where}nonfinite is {shown(nonfinite)}; give {names}")
 
 
 def check_device_name(device, where: str = "") -> None:
-    """Raise ConfigError if `device` is neither "cpu" nor "gpu".
-
-    `where` is the beginning of the error text.
-    """
+    """Raise ConfigError if `device` is neither "cpu" nor "gpu"."""
     if not isinstance(device, str) or device not in DEVICES:
         names = " or ".join(map(repr, DEVICES))
         raise ConfigError(f"{where}server_device={shown(device)}; give {names}")
@@ -213,11 +192,7 @@ def _described(model: str, name: str, value) -> tuple[tuple, np.dtype]:
 
 
 def check_server_optimizer(name: str, optimizer) -> None:
-    """Raise ConfigError for an optimizer that cannot update a part of a tensor by itself.
-
-    Servers hold only parts of some tensors, so their optimizer must not need whole tensors. `name`
-    is the name of the model, for the error text.
-    """
+    """Raise ConfigError for an optimizer that cannot update a part of a tensor by itself."""
     if not all(callable(getattr(optimizer, each, None)) for each in ("init", "update")):
         raise ConfigError(f"model {name!r}: optimizer={shown(optimizer)} has no init and update")
     if not getattr(optimizer, "elementwise", False):
@@ -236,13 +211,7 @@ def check_server_optimizer(name: str, optimizer) -> None:
 
 
 def optimizer_facts(optimizer) -> dict[str, Any]:
-    """Return the properties of an optimizer that must be equal on all ranks, as plain values.
-
-    The properties are the optimizer's class, its name and its settings. For an optimizer without
-    settings, its attributes are used instead. A learning-rate schedule may be a function, and
-    functions cannot be compared. Therefore the properties also include the size of an update at the
-    first step and at a later step.
-    """
+    """Return the properties of an optimizer that must be equal on all ranks, as plain values."""
     settings = getattr(optimizer, "settings", None)
     given = settings if isinstance(settings, Mapping) else getattr(optimizer, "__dict__", {})
     facts = {
@@ -251,6 +220,8 @@ def optimizer_facts(optimizer) -> dict[str, Any]:
         **_plain(dict(given)),
     }
     if settings is given:
+        # A learning-rate schedule may be a function, which cannot be compared. So the sizes of two
+        # updates are compared, one at the first step and one later.
         facts["step"] = [_first_step(optimizer, progress) for progress in (0.0, 100.0)]
     return facts
 

@@ -1,14 +1,13 @@
 """The format of the messages between workers and servers, and the class that receives a message.
 
-A push, a pull or a push_pull (all in one) sends one message to a server. The server answers a pull
-or a push_pull with one message. A message has these parts in one contiguous buffer:
+A push (gradients), a pull (a request for parameters) or a push_pull (both in one) sends one message
+to a server. The server answers a pull or a push_pull with one message. A message has these parts in
+one contiguous buffer:
 
     | header: 128 bytes | push selection | pull selection | push data, parts aligned to 8 bytes |
 
-A selection lists the tensors, or the rows of tensors, to push or pull (see `routing`). A message of
-more than 1 GiB (`MESSAGE_BYTES`) is sent in pieces. The first piece contains the header, and the
-header contains the size of the whole message. No message is pickled: the training loop sends the
-raw bytes of arrays.
+A selection lists the tensors, or the rows of tensors, to push or pull. A message of more than 1 GiB
+(`MESSAGE_BYTES`) is sent in several MPI messages.
 """
 
 from __future__ import annotations
@@ -111,10 +110,7 @@ def write_header(buffer: np.ndarray, *fields: int) -> None:
 def read_header(buffer: np.ndarray, nbytes: int, rank: int) -> Header:
     """Return the header of a message from `rank`, of which `nbytes` bytes have arrived.
 
-    Raises
-    ------
-    ProtocolError
-        The message is too short, is not from mpidist, or is in the format of another version.
+    Raises ProtocolError if the message is too short, damaged, or in another format.
     """
     if nbytes < HEADER_BYTES:
         raise ProtocolError(f"parameter server: {nbytes} bytes from rank {rank} are no message")
@@ -135,15 +131,12 @@ def read_header(buffer: np.ndarray, nbytes: int, rank: int) -> Header:
 
 
 def largest(headers: Sequence[Header]) -> tuple[int, int, int, int]:
-    """Return four maxima over the headers of some answers.
-
-    The maxima are the nanoseconds that the worker's pull waited for slower workers, how many steps
-    the worker is ahead of the slowest, how many of its pushes were dropped, and the staleness (the
-    number of updates since the pull) of its newest applied push.
-    """
+    """Return four maxima over the headers of the answers to one worker."""
     if len(headers) == 1:
         (only,) = headers
         return only.held_ns, only.gap, only.note0, only.staleness
+    # The nanoseconds for which the pull waited for slower workers, the steps ahead of the slowest
+    # worker, the dropped pushes, and the staleness of the newest applied push.
     held = gap = dropped = 0
     oldest = -1
     for header in headers:
@@ -153,23 +146,15 @@ def largest(headers: Sequence[Header]) -> tuple[int, int, int, int]:
 
 
 def selection_words(selection: Any) -> int:
-    """Return the number by which a header describes the selection of a push or a pull.
-
-    For an array it is the number of its int64 words, and for None (all tensors of the server) it is
-    -1 (`ALL`). For PIECES, STREAM or MEMORY (-2, -3 and -4, three ways to send a large push), the
-    result is `selection` itself.
-    """
+    """Return the number by which a header describes the selection of a push or a pull."""
+    # The length of an array, or one of `ALL`, `PIECES`, `STREAM` and `MEMORY`.
     if isinstance(selection, np.ndarray):
         return selection.size
     return ALL if selection is None else selection
 
 
 def check_piece(got: int, expected: int, rank: int) -> None:
-    """Raise ProtocolError if a piece of a message from `rank` does not have the expected length.
-
-    Both ranks compute the lengths of pieces from the layout of the model. `got` and `expected` are
-    in bytes.
-    """
+    """Raise ProtocolError if a piece of a message has `got` bytes instead of `expected` bytes."""
     if got != expected:
         raise ProtocolError(
             f"parameter server: a piece from rank {rank} has {got} bytes, expected {expected}; all "
@@ -177,12 +162,11 @@ def check_piece(got: int, expected: int, rank: int) -> None:
         )
 
 
+# `BufferPool` does not suit messages, whose sizes vary: each of its buffers serves one size only.
 class MessagePool:
     """A pool of byte buffers for messages; a short message may use the buffer of a longer one.
 
-    The class `BufferPool` does not suit messages, because each of its buffers serves one size only.
-    Messages with rows of tensors differ in size from step to step. The pool keeps at most `keep`
-    idle buffers; when there are more, it frees the smallest.
+    The pool keeps at most `keep` idle buffers; when there are more, it frees the smallest.
     """
 
     def __init__(self, keep: int):
@@ -215,13 +199,8 @@ _NO_HEADER = Header(0)
 class Incoming:
     """One message that MPI is receiving into a buffer of the link's pool of buffers.
 
-    Attributes
-    ----------
-    header : Header
-        The header of the message, once the first piece has arrived.
-    buffer : ndarray of uint8
-        The whole message once `test` returns true. When the caller has used the message, it gives
-        the buffer back to the pool.
+    When `test` returns true, `buffer` has the whole message; the caller gives it back to the pool
+    after use.
     """
 
     def __init__(self, link, source: int, tag: int, nbytes: int):

@@ -5,9 +5,8 @@
                      and apply the updates that the gate allows
                   3. send the answers that the gate allows, as far as memory permits
 
-One thread receives requests, applies updates and sends answers, so a pull never reads an incomplete
-update. Each call of `poll` receives at most one message per worker, so that no worker can starve
-another. `poll` never blocks.
+One thread does all three, so a pull never reads an incomplete update. Each call of `poll` receives
+at most one message per worker, so that no worker can starve another. `poll` never blocks.
 """
 
 from __future__ import annotations
@@ -46,17 +45,8 @@ _LOOK_SECONDS = 0.25
 class Server:
     """Serves all models of a group on one rank.
 
-    The owner of the object calls `poll` again and again until `done` is true.
-
-    Parameters
-    ----------
-    link : Link
-    index : int
-        The number of this server among the servers of the group.
-    workers : sequence of int
-        Ranks of the workers on the link's communicator.
-    servers : sequence of int
-        Ranks of all servers.
+    The owner of the object calls `poll` again and again until `done` is true. `index` is the number
+    of this server among the servers of the group.
     """
 
     def __init__(self, link: Link, index: int, workers: Sequence[int], servers: Sequence[int]):
@@ -101,10 +91,7 @@ class Server:
         return all(model.gate.settled and not model.due.pending for model in self.models)
 
     def poll(self) -> bool:
-        """Receive requests, apply pushes and send answers, as far as possible without waiting.
-
-        Returns true if anything was done.
-        """
+        """Receive requests, make updates and send answers; return whether anything was done."""
         start = time.perf_counter()
         acted = self.doors.listen() | self._begin_receives() | self._finish_receives()
         if self.copies is not None:
@@ -249,10 +236,7 @@ class Server:
         return bool(header.flags & protocol.PUSH)
 
     def begin(self, flags: int, worker: int, header: Header, model: Hosted) -> list:
-        """Check the model and the clock of a message; record in the log that it is being handled.
-
-        `flags` says what the message asks for. Returns the log's record of the message.
-        """
+        """Check the model and the clock of a message; return the log's record of the message."""
         if model.removed is not None:
             raise ProtocolError(
                 f"parameter server {self.index}: worker {worker} uses model {model.name!r}; do not "
@@ -273,12 +257,8 @@ class Server:
     # -- updates and answers ---------------------------------------------------------------
 
     def run(self, model: Hosted, actions: Sequence[Action]) -> None:
-        """Carry out the allowed `actions` (updates and answers) of a model.
-
-        In modes in which the first server decides which pushes count, first send its decisions to
-        the other servers. Actions that must wait for other servers are carried out later, by
-        `poll`.
-        """
+        """Carry out the allowed `actions` of a model; later polls do those that must wait."""
+        # Only on the first server, in modes in which it decides for all servers which pushes count.
         if model.gate.decisions:
             self.decisions.tell(self.models.index(model), model.gate)
         if self.copies is not None:
@@ -346,13 +326,10 @@ class Server:
         model.keep(worker, pull.parts)
 
     def _next_answer(self) -> tuple[np.ndarray, int, int]:
-        """Write the next answer into a buffer; return the buffer, its size, and the receiver.
-
-        `ConsistencyGate` decides when a pull may be answered. An answer also contains the updates
-        that are made after this decision and before the answer is written. In modes that hold
-        pushes until all workers have finished a step, an answer contains no update of its
-        receiver's current step, because the receiver has not finished that step.
-        """
+        """Write the next answer into a buffer; return the buffer, its size, and the receiver."""
+        # The answer also contains updates made after the gate has allowed it. None of them is of
+        # the receiver's current step in modes that hold pushes, because the receiver has not
+        # finished it.
         model, worker, pull, gap, held = self._answers.popleft()
         shard = model.shard
         whole = pull.parts is model.whole.parts
@@ -375,12 +352,9 @@ class Server:
     # -- workers that wait for each other --------------------------------------------------
 
     def _check_stalled(self) -> None:
-        """Raise ProtocolError on all ranks if workers wait for each other in calls of this group.
-
-        A waiting worker sends no messages, and its earlier messages arrive in order. So what this
-        server knows of a waiting worker does not change until the server itself answers, or until
-        all workers have come to the barrier.
-        """
+        """Raise ProtocolError on all ranks if workers wait for each other in calls of the group."""
+        # A waiting worker sends nothing. So what is known of it here holds until this server
+        # answers, or until all workers have come to the barrier.
         models = [(model.name, model.gate) for model in self.models]
         text = who_waits(self.workers, self._present, self._paused, self._barriers, models)
         if text:
@@ -425,11 +399,9 @@ class Server:
         self.load.busy_seconds -= time.perf_counter() - began
 
     def forget(self, name: str) -> None:
-        """Free the memory of a removed model. No later model gets its number.
-
-        Messages name models by number, so a late message for this model raises an error.
-        """
+        """Free the memory of a removed model. No later model gets its number."""
         number = [model.name for model in self.models].index(name)
+        # Messages name models by number, so a late message for this model raises an error.
         self.models[number].remove()
         self.doors.close(number)
 

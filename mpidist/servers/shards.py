@@ -1,9 +1,8 @@
 """The part of a model that one server holds: values, optimizer state, updates, export.
 
-Random initial values are drawn in tiles of 65,536 elements. The random number generator of a tile
-starts from the seed, the tensor's name and the number of the tile. So a value depends only on the
-seed, the name and the position. A model therefore has the same initial values on 1 server and on 7
-servers, and no rank ever needs memory for the whole model.
+A random initial value depends only on the seed, the tensor's name and the position. So a model has
+the same initial values on 1 server and on 7 servers, and no rank ever needs memory for the whole
+model.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from .rows.row_sums import merge_rows
 from .rows.saved_rows import fill_pieces
 from .wire.bound_update import BoundGradients, gradients_again, kept_with, same_again
 
+# Random initial values are drawn in tiles of this many elements. The generator of a tile starts
+# from the seed, the tensor's name and the number of the tile.
 _TILE = 1 << 16
 
 #: The parts of one message with their data, as `routing.views` yields them.
@@ -42,8 +43,8 @@ KINDS = {
 def parse_init(init) -> tuple[str, float]:
     """Return (kind, scale) for an `init` such as ``"normal"``, ``("normal", 0.1)`` or ``0.5``.
 
-    "normal" has mean zero and standard deviation `scale`. "uniform" lies in [-scale, scale). The
-    default scale of "normal" and "uniform" is 0.05.
+    "normal" has mean zero and standard deviation `scale`. "uniform" lies in [-scale, scale). Their
+    default scale is 0.05.
     """
     if isinstance(init, (int, float)) and not isinstance(init, bool):
         return "constant", float(init)
@@ -99,29 +100,19 @@ class ServerShard:
     """The part of one model that one server holds: its parameters and optimizer state.
 
     Of each tensor, a server holds at most one piece, which is a range of the flattened tensor.
-    `memory` maps the numbers of some tensors to arrays, in which the shard keeps the parameters of
-    these tensors. Other ranks of the host may read these arrays.
-
-    Attributes
-    ----------
-    parameters : dict
-        Key of each piece (see `ServerLayout.key`) to the piece's 1-D array.
-    state : dict
-        The optimizer's state for `parameters`.
-    version : int
-        The number of updates so far.
-    clock : int
-        The clock (step) of the newest pushes that were applied.
-    open : dict of int to OpenTable
-        Number of a tensor -> its open table.
+    `memory` maps the numbers of some tensors to arrays in which the shard keeps their parameters,
+    so that other ranks of the host can read them.
     """
 
     def __init__(
         self, layout: ServerLayout, server: int, optimizer, inits: Mapping, seed: int,
         memory: Mapping[int, np.ndarray] | None = None,
     ):  # fmt: skip
+        # The number of updates so far, and the clock of the newest pushes that were applied.
         self.server, self.version, self.clock = server, 0, 0
+        # Key of each piece (`ServerLayout.key`) -> its 1-D array.
         self.parameters: dict[str, np.ndarray] = {}
+        # Number of a tensor -> its open table.
         self.open: dict[int, OpenTable] = {}
         self._memory = dict(memory or {})
         self._place(layout)
@@ -162,7 +153,7 @@ class ServerShard:
         self.use(self.optimizer)
 
     def use_memory(self, memory: Mapping[int, np.ndarray]) -> None:
-        """Move parameters into the arrays in `memory`, a mapping: number of a tensor -> array."""
+        """Move parameters into the arrays in `memory`, which is a dict by number of the tensor."""
         for tensor, array in memory.items():
             array[...] = self.parameters[self._keys[tensor]]
             self.parameters[self._keys[tensor]] = array
@@ -185,18 +176,12 @@ class ServerShard:
         return self._keys[part.piece.tensor]
 
     def rows_of(self, part: ShardPart, arrays: Mapping | None = None) -> np.ndarray:
-        """Return what this server holds of the tensor of `part`, as a 2-D array of rows.
-
-        `arrays` has the arrays to read instead of `parameters`, by the same keys.
-        """
+        """Return what this server holds of the tensor of `part`, as a 2-D array of rows."""
         array = (self.parameters if arrays is None else arrays)[self.key(part)]
         return array.reshape(-1, self.layout.tensors[part.piece.tensor].width)
 
     def values(self, part: ShardPart, arrays: Mapping | None = None) -> np.ndarray:
-        """Return the values of `part`: of a whole piece, or of some rows of it.
-
-        `arrays` has the arrays to read instead of `parameters`, by the same keys.
-        """
+        """Return the values of `part` in `parameters`, or in `arrays` if it is given."""
         if part.rows is None:
             return (self.parameters if arrays is None else arrays)[self.key(part)]
         return self.rows_of(part, arrays)[part.local_rows(self.layout)]
@@ -221,7 +206,7 @@ class ServerShard:
             self.parameters[self._keys[part.piece.tensor]][...] = view
 
     def apply(self, pushes: Sequence[tuple[float, Parts]], weight: float = 1.0) -> bool:
-        """Make one update with the weighted mean of pushes; return false if all weights are 0."""
+        """Make one update with the mean of gradients; return false if all their weights are 0."""
         merged = self.merge(pushes, weight)
         if merged is not None:
             self.update(*merged)
@@ -230,23 +215,13 @@ class ServerShard:
     def merge(
         self, pushes: Sequence[tuple[float, Parts]], weight: float = 1.0
     ) -> tuple[dict[str, Any], float] | None:
-        """Return (weighted mean of the gradients, weight of the update), or None.
+        """Return (weighted mean of the gradients, weight of the update); None if all weights are 0.
 
-        None means that all weights are 0. A gradient is an array, or a tuple (rows, values). A
-        tensor of which updates change only the pushed rows is left out if no push names it. The
-        arrays use memory of the pushes or of this object, and are valid until the next call of
-        `merge`.
-
-        Parameters
-        ----------
-        pushes : sequence of (share, [(part, gradient), ...])
-            The share is the push's weight in the mean. The gradients are multiplied by the share in
-            place, and added in the order of the pushes. A tensor that a push does not list has
-            gradient zero in this push.
-        weight : float
-            The weight of the update: the learning rate is multiplied by it if the optimizer takes a
-            weight; otherwise the gradients are multiplied by it.
+        A gradient is an array, or a tuple (rows, values). The arrays are valid until the next call
+        of `merge`. Each of `pushes` is (weight in the mean, [(part, gradient), ...]); its gradients
+        are changed in place.
         """
+        # A tensor that a push does not list has gradient zero in this push.
         pushes, weight = self.weighed(pushes, weight)
         pushes = [push for push in pushes if push[0]]
         if not pushes:
@@ -264,10 +239,10 @@ class ServerShard:
         return self._sum, weight
 
     def weighed(self, pushes: Sequence, weight: float) -> tuple[Sequence, float]:
-        """Return the pushes with their shares, and the weight to pass to the optimizer.
+        """Return the gradients with their weights in the mean, and the weight for the optimizer.
 
-        If the optimizer has no argument for a weight, or if the weight is 0, the shares are
-        multiplied by the weight, and the returned weight is 1.
+        If the weight is 0, or if the optimizer takes no weight, the weights in the mean are
+        multiplied by it, and the optimizer gets 1.
         """
         if weight == 0 or not self._weighs:
             return [(share * weight, parts) for share, parts in pushes], 1.0
@@ -327,6 +302,7 @@ class ServerShard:
             if tensor in self.open:
                 if pushed:
                     found[key] = self._pushed_keys(self.open[tensor], pushed)
+            # Otherwise the tensor is left out if no push names it.
             elif tensor not in self._by_rows or any(part.rows is None for _, part, _ in pushed):
                 found[key] = self._dense(tensor, stop - start, pushed)
             elif pushed:
@@ -397,10 +373,7 @@ class ServerShard:
     def load(self, saved: Mapping) -> None:
         """Set parameters, optimizer state and the number of updates from results of `export`.
 
-        Raises
-        ------
-        ConfigError
-            `saved` lacks elements of tensors, or scalars, that this server holds.
+        Raises ConfigError if `saved` lacks elements or scalars that this server holds.
         """
         for table in self.open.values():
             table.load(saved, self.clock)

@@ -3,18 +3,11 @@
     server 0   has all pushes of clock 7 | vote -> | ............ apply clock 7 -> answers
     server 1   ............................ has all pushes of clock 7 | vote -> | apply clock 7
 
-Under BSP and SSP(0) a step is done when all servers have applied its pushes. A worker that dies may
-have sent its push to only some of the servers. If only these servers applied the step, the
-parameters would be a mixture of two steps. Therefore each server sends a vote to all other servers
-when it has all pushes of a clock, and applies the pushes when it has the votes of all other
-servers. If a server has applied the pushes of a clock before a death, all servers have these
-pushes, and the other servers apply them, too (`settle`). If no server has applied them, the living
-workers repeat the step. A vote is a message of 16 bytes from each server to each other server.
-
-A run may also keep a copy of each server's shard (its part of a model) on the next server, see
-`replicas`. In this case a server votes only after it has also received the gradients of the clock
-for its copy. So if a server dies, and the other servers apply the pushes of a clock, the same
-update can be made in the copy of the dead server's shard.
+A worker that dies may have sent its gradients to only some of the servers. If only these servers
+applied the step, the parameters would be a mixture of two steps. So each server sends a vote (16
+bytes) to all other servers when it has the gradients of all workers, and applies them when it has
+the votes of all other servers. After a death, a step that one server has applied is applied by all
+servers; otherwise the living workers repeat it.
 """
 
 from __future__ import annotations
@@ -34,22 +27,15 @@ Actions = list[Action]
 
 
 class Votes:
-    """Lets one server apply the pushes of a clock (step) only when all servers have these pushes.
+    """Lets one server apply the gradients of a step only when all servers have these gradients.
 
-    A vote is a message to all other servers which says that this server has all pushes of a clock.
-    Servers vote only about models with BSP or SSP(0), in which pushes are held until all workers
-    have finished the clock. The docstring of the module explains why servers vote in elastic runs.
-
-    Parameters
-    ----------
-    link : Link
-    others : sequence of int
-        Ranks of the other servers.
-    copies : ShardCopies, optional
-        This server's copies of another server's parameters. If there are copies, this server votes
-        only when it has also received the gradients of the clock for its copy.
+    When a server has the gradients of all workers, it sends a message, a vote, to all other
+    servers. If the server keeps a copy of another server's parameters (`copies`), it votes only
+    when it has also received the gradients for its copy.
     """
 
+    # With copies: if a server dies after others have applied a clock, the same update can still be
+    # made in the copy of its parameters.
     def __init__(self, link: Link, others: Sequence[int], copies: ShardCopies | None = None):
         self._link, self._others, self._copies = link, list(others), copies
         self._open: list[tuple[int, int]] = []  # (model, clock) for which this server has to vote
@@ -62,13 +48,7 @@ class Votes:
         return any(self._due.values())
 
     def released(self, model: int, actions: Sequence[Action]) -> Actions:
-        """Send votes for the updates in `actions`; return the actions that wait for no votes.
-
-        `actions` are the updates and answers that the mode of model number `model` allows. A vote
-        tells the other servers that this server has all pushes of an update. An update waits until
-        all other servers have voted for its clock (step), and later actions wait for the update.
-        `listen` returns the waiting actions later.
-        """
+        """Send votes for the updates in `actions`; return the actions that wait for no votes."""
         # Stored before the first vote is sent. If a death interrupts this call, another server may
         # already have the vote, and then `settle` must find these updates.
         self._due[model] += actions
@@ -89,10 +69,7 @@ class Votes:
         return {model for model, _ in ready}
 
     def listen(self) -> list[tuple[int, Actions]]:
-        """Receive votes of other servers.
-
-        Returns pairs (number of a model, its updates and answers that have waited and go on now).
-        """
+        """Receive votes; return what can go on now, as pairs (number of a model, actions)."""
         status, comm, tag = MPI.Status(), self._link.comm, self._link.tag + VOTE
         heard = self._vote() if self._open else set()
         while comm.Iprobe(MPI.ANY_SOURCE, tag, status):
@@ -104,12 +81,8 @@ class Votes:
         return [(model, self._allowed(model)) for model in sorted(heard)]
 
     def settle(self, model: int, clocks: int) -> Actions:
-        """Return the waiting updates of the first `clocks` steps; forget all that waits after them.
-
-        Called after a death, with the number of steps that at least one server has applied. A
-        server applies a step only with the votes of all servers, so all servers have the pushes of
-        these steps.
-        """
+        """After a death, return the waiting updates of the first `clocks` steps; drop the rest."""
+        # A step is applied only with the votes of all servers, so all servers have its pushes.
         due = [each for each in self._due.pop(model, ()) if isinstance(each, Apply)]
         return [each for each in due if each.clock < clocks]
 
@@ -129,12 +102,10 @@ class Votes:
 
 
 def start_votes(server, ranks: Sequence[int], copies: bool) -> None:
-    """Let a server tell the other servers by votes that it has all pushes of a step.
+    """Let a server apply a step only when all servers have voted that they have its gradients.
 
-    The server applies the step only when it has the votes of all other servers.
-
-    `server` is None on a rank that is no server. `ranks` has the ranks of all servers. With
-    `copies`, let the server also keep a copy of the previous server's part of each model.
+    With `copies`, the server also keeps a copy of the previous server's part of each model.
+    `server` is None on a rank that is no server.
     """
     if server is None or len(ranks) < 2:
         return

@@ -1,7 +1,7 @@
 """What `ServerGroup.repartition` does: divide all models between the servers by new shares.
 
-During the change, all workers are between two steps. A share is the fraction of a model on a
-server.
+A share is the fraction of a model on a server. During the change, all workers are between two
+steps.
 
     every rank   its arguments, its host and memory, what its server holds   -> rank 0
     rank 0       checks all of it, and chooses the shares                    -> every rank
@@ -50,22 +50,17 @@ class AskedShares(NamedTuple):
 
 
 class ModelState(NamedTuple):
-    """What a rank that becomes a server must know about one model, besides the model's arrays.
+    """What a rank that becomes a server must know about one model, besides the model's arrays."""
 
-    `slots` has the kinds of arrays of each tensor (such as parameters and velocities), see
-    `moved_arrays`. `version` is the number of updates. `ages` has, for each worker, how many
-    updates were made since its newest pull. `gate` has values of attributes (such as the clocks of
-    the workers) of the first server's `ConsistencyGate`, which decides when pushes are applied.
-    `changes` has the model's changes of mode and optimizer so far. `scalars` has the scalars of the
-    first server's optimizer state, by their paths. `piece_bytes` is the largest size of a piece of
-    a message.
-    """
-
+    # The kinds of arrays of each tensor, such as parameters and velocities.
     slots: dict[int, list]
     version: int
+    # For each worker, the updates since its newest pull.
     ages: list[int]
+    # Attributes of the first server's gate, such as the clocks of the workers.
     gate: dict[str, Any]
     changes: dict[str, Any]
+    # The scalars of the first server's optimizer state, by their paths.
     scalars: list[tuple[tuple[str, ...], np.ndarray]]
     piece_bytes: int
 
@@ -79,11 +74,7 @@ class NewShares(NamedTuple):
 
 
 class Members(NamedTuple):
-    """What one rank knows of its group: servers, workers, shares, and the models by name.
-
-    `server` is the `Server` of this rank, or None if it is no server. `shared` has, for each model,
-    the memory that the ranks of this host share (or None) and the reason if they share none.
-    """
+    """What one rank knows of its group: servers, workers, shares, and the models by name."""
 
     link: Link
     server: Server | None
@@ -92,17 +83,17 @@ class Members(NamedTuple):
     servers: list[int]
     workers: list[int]
     shares: list[float]
+    # For each model, the memory that the ranks of this host share, or why they share none.
     shared: Mapping[str, tuple[NodeShare | None, str]] = {}
     elastic: bool = False
     copied: bool = False  # whether servers keep copies of each other's parts
 
 
 def change_shares(members: Members, given: AskedShares | None) -> Members | None:
-    """Divide the models of a group anew between the servers. Collective, in a pause of the workers.
+    """Divide the models of a group anew between the servers. Collective, while training pauses.
 
-    `members` is what this rank knows of its group. `given` has the arguments of `repartition` on a
-    worker, and is None on a rank that only serves. Returns the new `Members`, or None if nothing
-    changes.
+    `given` has the arguments of `repartition` on a worker, and is None on a rank that only serves.
+    Returns what this rank then knows of its group, or None if nothing changes.
     """
     link, server = members.link, members.server
     with link.serving(nothing):
@@ -135,11 +126,7 @@ def tell_clients(
     layouts: Mapping[str, ServerLayout],
     shared: Mapping[str, tuple[NodeShare | None, str]],
 ) -> None:
-    """Let the clients of this rank send to the new servers, and use this host's new shared memory.
-
-    For each model, by its name, `layouts` says which server now holds what, and `shared` has the
-    memory that the ranks of this host share (or None) and the reason if they share none.
-    """
+    """Let the clients of this rank use the new servers, and this host's new shared memory."""
     for client in members.clients:
         if not client.removed:
             name = client.name
@@ -158,10 +145,7 @@ def _move(
 
 
 def finish_sending(link, models: Sequence[Hosted]) -> None:
-    """Wait until MPI has sent all answers that this server has begun to send.
-
-    `models` are all models of the server, and `link` is the `Link` that sends the answers.
-    """
+    """Wait until MPI has sent all answers that this server has begun to send."""
 
     def is_done() -> bool:
         for model in models:
@@ -172,10 +156,7 @@ def finish_sending(link, models: Sequence[Hosted]) -> None:
 
 
 def plan_shares(members: Members, given: AskedShares | None) -> NewShares | None:
-    """Check the arguments of `repartition` on all ranks, and choose the new shares. Collective.
-
-    The arguments are those of `change_shares`. Returns None if nothing changes.
-    """
+    """Check the arguments of `repartition`; return the new shares, or None. Collective."""
     return members.link.run_on_all(
         DOING,
         lambda: _describe(members, given),
@@ -305,9 +286,9 @@ def _shares(members: Members, servers, weights, hosts) -> tuple[list[int], list[
 def _agreed_slots(name: str, served: Sequence[Mapping]) -> dict[int, list]:
     """Return the kinds of arrays of each tensor and their dtypes, the parameters last.
 
-    Kinds are the parameters, each kind of optimizer state, and what each worker has pulled. Raises
-    ConfigError if servers have different kinds for a tensor.
+    Raises ConfigError if servers have different kinds for a tensor.
     """
+    # The kinds are the parameters, each kind of optimizer state, and what each worker has pulled.
     found: dict[int, dict] = {}
     pulled = {s: None for one in served for slots in one["slots"].values() for s in slots}
     workers = sorted(slot for slot in pulled if slot[0] == PULLED)
@@ -336,12 +317,9 @@ def _check_memory(
     servers: Sequence[int],
     nodes: Sequence[tuple[str, int | None]],
 ) -> None:
-    """Raise ConfigError if the servers of a host need more memory than the host has.
-
-    For all models together, a server needs memory for the elements that it gets, for one more array
-    at a time, and for new shared memory. In an elastic run, it needs memory for all new parts
-    beside the old ones.
-    """
+    """Raise ConfigError if the servers of a host need more memory than the host has."""
+    # A server needs memory for the elements that it gets, for one more array at a time, and for new
+    # shared memory; in an elastic run, for all new parts beside the old ones.
     needs = []
     for index, (rank, (host, free)) in enumerate(zip(servers, nodes, strict=True)):
         more = largest = 0

@@ -20,8 +20,7 @@ class Common(NamedTuple):
     """The elements of a tensor that one server holds in the old layout and one in the new layout.
 
     `old` and `new` are indices of these elements, in the old server's array and in the new server's
-    array. An index is a slice of a 1-D array. If the rows of the tensor are dealt to the servers
-    one by one, an index is an array of rows of the 2-D array that `table` returns.
+    array: slices of a 1-D array, or rows of the 2-D array that `table` returns.
     """
 
     old: Any
@@ -34,20 +33,14 @@ class Common(NamedTuple):
 
 
 class TensorMove:
-    """The elements of one tensor that each server holds in the layouts `old` and `new`.
-
-    Attributes
-    ----------
-    old, new : list of Piece or None
-        The piece (range of elements) of each server, or None for a server that holds nothing.
-    changes : bool
-        Whether any server holds other elements in the new layout than in the old one.
-    """
+    """The elements of one tensor that each server holds in the layouts `old` and `new`."""
 
     def __init__(self, old: Divided, new: Divided, tensor: int):
+        # The piece (range of elements) of each server, or None.
         self.old, self.new = ([held.get(tensor) for held in one.pieces] for one in (old, new))
         self._before, self._after = (one.layout.tensors[tensor] for one in (old, new))
         self._same = self._before.dealt == self._after.dealt
+        # Whether any server holds other elements in the new layout.
         self.changes = self.old != self.new or not self._same
 
     def stays(self, server: int) -> bool:
@@ -55,10 +48,7 @@ class TensorMove:
         return self.old[server] == self.new[server] and self._same
 
     def common(self, i: int, j: int) -> Common | None:
-        """Return the elements that server `i` has in the old and server `j` in the new layout.
-
-        Returns None if there are no such elements.
-        """
+        """Return what old server `i` and new server `j` both hold of the tensor, or None."""
         a, b = self.old[i], self.new[j]
         if a is None or b is None:
             return None
@@ -74,11 +64,7 @@ class TensorMove:
 
 
 class Divided:
-    """A layout, and for each server a dict: number of a tensor -> its piece on this server.
-
-    `servers` may be larger than the number of servers in the layout; the additional servers hold
-    nothing.
-    """
+    """A layout that knows which piece (range of elements) of each tensor each server holds."""
 
     def __init__(self, layout: ServerLayout, servers: int):
         self.layout = layout

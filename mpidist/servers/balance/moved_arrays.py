@@ -4,9 +4,8 @@
         new array      | elements that stay here: copied | elements of others: received into it |
         old array      | elements for others: sent       |   then it is freed
 
-Only elements that change owner are sent, directly from the old server to the new server. A server
-needs memory for only one more array at a time, because an old array is freed before the next new
-array is made.
+Only elements that change owner are sent. A server needs memory for only one more array at a time,
+because an old array is freed before the next new array is made.
 """
 
 from __future__ import annotations
@@ -36,16 +35,11 @@ PULLED = "pulled"
 
 
 def arrays_of(hosted: Hosted) -> dict[int, dict[Slot, np.ndarray]]:
-    """Return the arrays of a model on this server: number of a tensor -> kind of array -> array.
+    """Return all arrays of a model on this server, by number of a tensor and kind of array.
 
-    The kinds are the parameters, each array of the optimizer's state, and copies of the parameters
-    that workers have pulled.
-
-    Raises
-    ------
-    ConfigError
-        An array of the optimizer's state does not have one entry per parameter.
+    Raises ConfigError if an array of the optimizer's state does not have one entry per parameter.
     """
+    # The kinds: parameters, each array of the optimizer's state, and what workers have pulled.
     shard = hosted.shard
     numbers = {shard.layout.key(p): p.tensor for p in shard.layout.pieces[shard.server]}
     found: dict[int, dict[Slot, np.ndarray]] = {
@@ -75,20 +69,9 @@ def move_model(
 ) -> None:
     """Move the arrays of a model, so that each server gets its elements in the new layout.
 
-    All servers must call this function.
-
-    Parameters
-    ----------
-    link : Link
-    ranks : sequence of int
-        The ranks of all servers.
-    hosted : Hosted
-        This server's part of the model.
-    layouts : (ServerLayout, ServerLayout)
-        The old and the new layout.
-    slots : mapping
-        For each tensor, the names and dtypes of its arrays (parameters, and kinds of optimizer
-        state), in the same order on all servers; the parameters come last.
+    All servers call it. `layouts` are the old and the new layout. For each tensor, `slots` has the
+    names and dtypes of its arrays (parameters, and kinds of optimizer state), in the same order on
+    all servers.
     """
     me = hosted.shard.server
     old, new = (Divided(layout, len(ranks)) for layout in layouts)

@@ -49,22 +49,19 @@ class OnlineShares:
     ) -> None:
         """Give the servers other shares of all models. Collective over the workers.
 
-        A share is the fraction of each model that a server holds. As with `pause`, all workers call
-        `repartition` between the same two steps. Ranks that only serve take part inside `serve`,
-        and need no function `on_pause`, which other operations in a pause need. Parameters,
-        optimizer state and counts of updates move to their new servers, and every client uses the
-        new layout from then on. The values do not change. Only elements that change owner are sent,
-        from the old server to the new server. A server needs memory for one more array (a tensor,
-        or one kind of its optimizer state), and for a second copy of its parameters if they move
-        into new shared memory.
+        A share is the fraction of each model that a server holds. All workers call `repartition`
+        between the same two steps; ranks that only serve take part inside `serve`. Parameters,
+        optimizer state and counts of updates move to their new servers, and the values do not
+        change. A server needs memory for one more array (a tensor, or one kind of its optimizer
+        state), and for a second copy of its parameters if they move into new shared memory.
 
         Parameters
         ----------
         servers : int, sequence of int, mapping of int to float, or "auto", optional
             The number or the ranks of the servers, or the share of each rank, as the docstring of
-            `ServerGroup` explains; by default the present servers. A worker may become a colocated
-            server. A server that is not named, or has share 0, holds nothing afterwards. It stays
-            in `server_ranks`, so it can get a share later.
+            `ServerGroup` explains; by default the present servers. A worker may become a server
+            that also works. A server that is not named, or has share 0, holds nothing afterwards,
+            but it can get a share later.
         weights : sequence of float, optional
             The share of each server, in the order of `servers`, or of `server_ranks` if `servers`
             is not given. By default the shares that `servers` gives, or equal shares.
@@ -72,25 +69,24 @@ class OnlineShares:
         Raises
         ------
         ConfigError
-            On all ranks, and the group can go on with the old shares. The possible reasons: a share
-            is not a finite number of at least 0; a server does not exist; there is too little
-            memory; a model has an open table (whose rows are made by pushes); the state of an
-            optimizer has an array that is neither a scalar nor of the shape of its parameter; in an
-            elastic run of `md.train`, the call names other servers or a share of 0.
+            Raised on all ranks, which can go on with the old shares: a share is not a finite number
+            of at least 0; a server does not exist; there is too little memory; a model has an open
+            table (whose rows are made by pushes); the state of an optimizer has an array that is
+            neither a scalar nor of the shape of its parameter; in an elastic run of `md.train`, the
+            call names other servers or a share of 0.
         MismatchError
-            On all ranks, and the group can go on with the old shares. The arguments differ between
+            Raised on all ranks, which can go on with the old shares: the arguments differ between
             workers.
         ProtocolError
-            The workers are at different clocks (steps) of a model with BSP or SSP(0), or some
-            workers make another call.
+            The workers are at different steps of a model with BSP or SSP(0), or some workers make
+            another call.
         """
         self._with_servers("repartition", AskedShares(servers, weights))
 
     def load(self) -> list[dict[str, float]]:
         """Return the measured work of each server so far. Collective over the workers.
 
-        All workers call it between the same two steps. After the end of the ``with`` block,
-        `report` has the same numbers.
+        All workers call it between the same two steps.
 
         Returns
         -------
@@ -107,7 +103,8 @@ class OnlineShares:
     def rebalance(self, policy=None) -> list[float] | None:
         """Measure how busy the servers are, and give the busiest servers smaller shares.
 
-        Collective over the workers, which call it between the same two steps.
+        Collective over the workers, which call it between the same two steps. A share is the
+        fraction of each model that a server holds.
 
         Parameters
         ----------
@@ -125,8 +122,8 @@ class OnlineShares:
         Raises
         ------
         ConfigError, MismatchError
-            On all ranks, if `repartition` would raise this error for the new shares. The group can
-            go on with the old shares.
+            Raised on all ranks, which can go on with the old shares, if `repartition` would raise
+            this error for the new shares.
         """
         return self._with_servers("rebalance", policy)
 

@@ -6,9 +6,8 @@
     in proportion    0.8         0.2         the shares with which both would be busy for 0.32 s
 
 By default, a share moves only half of the way from its present value to the share in proportion to
-the speed, because a part of the busy seconds does not depend on the share, and because a
-measurement may be disturbed. The shares change only if the busiest server would be busy for clearly
-less time with the new shares than with the old ones, so small differences have no effect.
+the speed. The shares change only if the busiest server would be busy for clearly less time with the
+new shares than with the old ones.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ _BUSY = 0.02
 
 
 class BusySince(NamedTuple):
-    """How many seconds a server was busy, and how many pushes it got, during some time.
-
-    The time is `seconds` long. It begins when the server starts, or at an earlier measurement.
-    """
+    """How many seconds a server was busy, and how many pushes it got, within `seconds` seconds."""
 
     busy: float = 0.0
     pushes: int = 0
@@ -67,6 +63,8 @@ class Rebalance:
 
     every: int = 100
     gain: float = 0.1
+    # Half of the way, because a part of the busy seconds does not depend on the share, and because
+    # a measurement may be disturbed.
     step: float = 0.5
 
     def __post_init__(self):
@@ -83,8 +81,7 @@ class Rebalance:
         """Return new shares from what the servers have measured since the last call, or None.
 
         None means that a server got no push, that all servers were busy for too little time, or
-        that `propose` changes nothing. `shares` has the present share of each server, and `since`
-        its measurements.
+        that `propose` changes nothing.
         """
         if any(not one.pushes for one in since):
             return None
@@ -93,15 +90,8 @@ class Rebalance:
         return self.propose(shares, [one.busy for one in since])
 
     def propose(self, shares: Sequence[float], busy: Sequence[float]) -> list[float] | None:
-        """Return new shares, or None if the present shares are good enough.
-
-        Parameters
-        ----------
-        shares : sequence of float
-            The share of each server. A server with share 0 keeps this share.
-        busy : sequence of float
-            The busy seconds of each server since the last measurement.
-        """
+        """Return new shares from the servers' busy seconds; None if the present ones are good."""
+        # A server with share 0 keeps this share.
         serving = [k for k, share in enumerate(shares) if share]
         if len(serving) < 2 or min(busy[k] for k in serving) <= 0:
             return None

@@ -18,24 +18,11 @@ def share_again(
     layouts: Mapping[str, ServerLayout],
     piece_bytes: Mapping[str, int],
 ) -> dict[str, tuple[NodeShare | None, str]]:
-    """Move the parameters of all models into new memory that the ranks of a host share.
+    """Move the parameters of all models into new memory that the ranks of a host share. Collective.
 
-    Collective. Called in a pause, when each server already has its parts of the new layouts. The
-    memory of the old layouts is freed when the clients use the new memory.
-
-    Returns a dict: name of the model -> (the new shared memory of this host, ""). If the ranks of
-    this host share no memory for a model, its entry is (None, the reason as a text).
-
-    Parameters
-    ----------
-    link : Link
-    server : Server or None
-        The server of this rank.
-    ranks : (sequence of int, sequence of int)
-        The ranks of all servers, and of all workers.
-    layouts, piece_bytes : mapping
-        For each model by name, its new layout, and the largest size of a piece of a message. The
-        models have the same order on all ranks.
+    Called while training pauses, when each server already has its parts of the new layouts. Returns
+    a dict with a pair for each model: the new shared memory of this host and "", or None and the
+    reason why the ranks share no memory. `layouts` has the models in the same order on all ranks.
     """
     node = node_ranks(link.context.comm, *ranks)
     found: dict[str, tuple[NodeShare | None, str]] = {}

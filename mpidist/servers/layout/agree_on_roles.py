@@ -1,4 +1,4 @@
-"""The ranks of a new group agree which ranks are servers and workers, and on the shares."""
+"""The ranks of a new group agree which ranks are servers and workers, and who holds how much."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from .roles import choose_ranks, ranks_and_shares, ranks_asked
 
 
 class Roles(NamedTuple):
-    """The ranks of servers and workers, the share of each server, and the placement.
-
-    The share of a server is the fraction of each model that it holds. The placement says which
-    servers only serve, see `ServerGroup`.
-    """
+    """The ranks of servers and workers, the servers' parts of the models, and who only serves."""
 
     servers: list[int]
     workers: list[int]

@@ -22,17 +22,10 @@ def needed(
 ) -> int:
     """Return how many bytes a server needs for a model if it holds `shard` bytes of parameters.
 
-    `workers` is the number of workers, and `consistency` is the mode of the model. The returned
-    number is a sum: the parameters, the optimizer state (`copies` times the parameters), one sum of
-    gradients, the pushes that the server holds (one per worker in modes in which workers wait for
-    each other), and the answers that are being sent. With `pulled`, a copy of the parameters for
-    each worker is added.
-
-    A server may answer each piece (range of bytes) of a push as soon as the piece has arrived. In
-    this case `ahead` is the number of bytes of a worker's pieces that are on the way at the same
-    time, and no whole push is counted. A server needs more memory than the returned number if
-    workers push only some tensors or rows, or call `push` without a pull. A change to another mode
-    may also need more memory.
+    The number counts parameters, optimizer state (`copies` times the parameters), gradients, and
+    answers. With `pulled`, it includes a copy of the parameters for each worker. If pushes arrive
+    in pieces that are answered at once, `ahead` is the number of bytes of a worker's pieces that
+    are on the way at the same time.
     """
     copies += workers * pulled
     if ahead is not None and ahead < shard:
@@ -45,20 +38,8 @@ def needed(
 def check_capacity(
     models: Sequence[str], servers: Sequence[tuple[int, str, int, int | None]]
 ) -> None:
-    """Raise ConfigError if models together do not fit into the memory of the servers' hosts.
-
-    Parameters
-    ----------
-    models : sequence of str
-        The names of the models, for the error text.
-    servers : list of (rank, host, needed bytes, available bytes or None)
-        An entry for each server; None if the memory that its host has is unknown.
-
-    Raises
-    ------
-    ConfigError
-        The servers of one host together need more memory than the host has.
-    """
+    """Raise ConfigError if models together do not fit into the memory of the servers' hosts."""
+    # `servers` has (rank, host, needed bytes, available bytes or None) of each server.
     for host in dict.fromkeys(host for _, host, _, _ in servers):
         here = [entry for entry in servers if entry[1] == host]
         need = sum(entry[2] for entry in here)

@@ -4,15 +4,9 @@
     in dealt order           0 3 6 | 1 4 7 | 2 5  server s of n holds rows s, s + n, s + 2n, ...
     shares 1 : 1 : 2         2 6 | 3 7 | 0 1 4 5  the turns 2, 2, 0, 1 are repeated
 
-If all shares are equal, the servers take turns: each next row belongs to the next server. With
-other shares, a period of up to 256 rows is repeated, in which each server has turns in proportion
-to its share, spread evenly. A server with share 0 has no turn.
-
 The dealt order lists all rows of the first server, then all rows of the second server, and so on.
-Messages, and the arrays of the servers, use only the dealt order. In this order each server has one
-range of rows, as it has of any tensor that is not dealt. Clients translate between the user's row
-numbers and the dealt order. Rows that are saved in a checkpoint have the user's numbers. This
-module uses no MPI.
+Messages, and the arrays of the servers, use only the dealt order. Clients translate between the
+user's row numbers and the dealt order.
 """
 
 from __future__ import annotations
@@ -33,9 +27,8 @@ Turns = tuple[int, ...]
 def turns_of(shares: Sequence[float]) -> Turns:
     """Return the turns in which rows are dealt to servers with these shares, as server numbers.
 
-    The list is repeated for all rows: row i goes to the server ``turns[i % len(turns)]``. It is the
-    shortest list in which the turns of each server differ by at most 3 % from its share. If no list
-    of up to 256 turns is so close, it is the closest one.
+    Row i goes to the server ``turns[i % len(turns)]``. A server's part of the turns differs from
+    its share by at most 3 %, if a list of up to 256 turns allows it.
     """
     total = sum(shares)
     parts = [share / total for share in shares]
@@ -56,10 +49,7 @@ def turns_of(shares: Sequence[float]) -> Turns:
 
 
 def dealt_to(server: int, count: int, turns: Turns) -> np.ndarray:
-    """Return the numbers of the rows that `server` holds, in ascending order.
-
-    The table has `count` rows, which are dealt to the servers in `turns`.
-    """
+    """Return the row numbers that `server` holds of `count` rows dealt in `turns`, ascending."""
     mine = np.flatnonzero(np.array(turns) == server)
     rows = (np.arange(0, count, len(turns))[:, np.newaxis] + mine).reshape(-1)
     return rows[rows < count]
@@ -68,8 +58,7 @@ def dealt_to(server: int, count: int, turns: Turns) -> np.ndarray:
 def first_rows(count: int, turns: Turns) -> list[int]:
     """Return where the rows of each server begin in dealt order, and at the end `count`.
 
-    In dealt order, all rows of server 0 come first, then those of server 1, and so on. The table
-    has `count` rows, which are dealt to the servers in `turns`.
+    In dealt order, all rows of server 0 come first, then those of server 1, and so on.
     """
     periods, more = divmod(count, len(turns))
     number = max(turns) + 1
@@ -82,8 +71,7 @@ def first_rows(count: int, turns: Turns) -> list[int]:
 def dealt_places(rows: np.ndarray, count: int, turns: Turns) -> np.ndarray:
     """Return the position of each of `rows` in dealt order.
 
-    In dealt order, all rows of server 0 come first, then those of server 1, and so on. The table
-    has `count` rows, which are dealt to the servers in `turns`.
+    In dealt order, all rows of server 0 come first, then those of server 1, and so on.
     """
     first, each = _turn_places(count, turns)
     periods, place = np.divmod(rows, len(turns))
@@ -102,8 +90,5 @@ def _turn_places(count: int, turns: Turns) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dealt_order(count: int, turns: Turns) -> np.ndarray:
-    """Return all row numbers of a table in dealt order: first all rows of server 0, and so on.
-
-    The table has `count` rows, which are dealt to the servers in `turns`.
-    """
+    """Return all row numbers of a table in dealt order: first all rows of server 0, and so on."""
     return np.argsort(np.resize(np.array(turns), count), kind="stable")

@@ -15,10 +15,7 @@ def group_facts(
     shares: Sequence[float],
     layouts: Mapping[str, ServerLayout],
 ) -> dict[str, Any]:
-    """Return a dict with the shares of the servers and the bytes of the models on each server.
-
-    The dict is the part of `ServerGroup.report` that is equal on all ranks.
-    """
+    """Return the part of `ServerGroup.report` that is equal on all ranks: shares and bytes."""
     models = {
         name: {"bytes": layout.bytes_of_all(), "imbalance": layout.imbalance}
         for name, layout in layouts.items()

@@ -5,11 +5,8 @@
     large        WWWWWWWWWW|WWWWWWWWWWWWW|WWWWWWWWVVVV    each server is filled to the mean
 
 Small tensors are placed first. Then large tensors are placed; a large tensor is cut where a server
-is full. So all servers hold nearly the same number of bytes for any shapes. A tensor has at most
-one piece on a server, and the piece is a contiguous range of the flattened tensor. If the rows of a
-tensor are small compared with the bytes of a server, the tensor is cut only between rows, so a pull
-of rows asks only the servers that have these rows. If servers have unequal shares (`roles`), they
-are filled in proportion to the shares.
+is full. So all servers hold nearly the same number of bytes or, if the user asks for unequal shares
+of the model, bytes in proportion to these shares.
 """
 
 from __future__ import annotations
@@ -30,10 +27,7 @@ LARGE = 1 / 32
 
 
 class Piece(NamedTuple):
-    """The part of one tensor that a server holds: elements ``start:stop`` of the flattened tensor.
-
-    `tensor` is the number of the tensor in its model.
-    """
+    """The part of one tensor that a server holds: elements ``start:stop`` of the flat tensor."""
 
     tensor: int
     start: int
@@ -41,33 +35,27 @@ class Piece(NamedTuple):
 
 
 class RowPolicy(NamedTuple):
-    """How a table is updated and divided between servers, from the arguments of `ServerGroup.add`.
-
-    `rows` and `spread` are the arguments that `ServerGroup.add` explains. `open` has the arguments
-    of `OpenRows`, if the table is open (its rows are made when they are first pushed).
-    """
+    """How a table is updated and divided between servers, as the user asks in `ServerGroup.add`."""
 
     rows: str = "dense"
     spread: str = "ranges"
+    # The arguments of `OpenRows`, if the table is open.
     open: Sequence | None = None
 
 
 class Tensor(NamedTuple):
-    """The name, shape and dtype of one tensor, and how it is divided and updated.
-
-    `by_rows` says whether the tensor is cut only between rows. `lazy` says whether an update
-    changes only the rows that a push names. `dealt` has the turns in which rows are dealt to the
-    servers, see `dealt_rows`; it is empty if each server has consecutive rows. `open` is the policy
-    of an open table, whose rows are made when they are first pushed. The shape of such a table
-    begins with 0, and its piece on server k is ``Piece(tensor, k, k)``.
-    """
+    """The name, shape and dtype of one tensor, and how it is divided and updated."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
+    # Whether the tensor is cut only between rows.
     by_rows: bool = True
+    # Whether an update changes only the rows that a push names.
     lazy: bool = False
+    # The turns in which servers get the rows; empty if each has consecutive rows.
     dealt: Turns = ()
+    # The shape of an open table begins with 0, and its piece on server k is `Piece(tensor, k, k)`.
     open: OpenRows | None = None
 
     @property
@@ -82,15 +70,15 @@ class Tensor(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The number of elements of one row; a row has one index of the first axis."""
+        """The number of elements of one row, which is what one index of the first axis selects."""
         return prod(self.shape[1:])
 
 
 class ServerLayout(NamedTuple):
     """Which part of which tensor of a model each server holds.
 
-    `tensors` has the tensors, and `pieces` has for each server its `Piece` objects, in the order of
-    the tensors. `shares` has the fraction of the bytes that each server should hold.
+    `pieces` has for each server its `Piece` objects, in the order of the tensors. `shares` has the
+    fraction of the bytes that each server should hold.
     """
 
     tensors: tuple[Tensor, ...]
@@ -108,10 +96,7 @@ class ServerLayout(NamedTuple):
 
     @property
     def imbalance(self) -> float:
-        """The largest ratio of a server's bytes to its share of all bytes.
-
-        1.0 means that each server holds just its share.
-        """
+        """The largest ratio of a server's bytes to its share of all bytes; 1.0 is the ideal."""
         loads = self.bytes_of_all()
         total = sum(loads)
         if not total:
@@ -120,12 +105,10 @@ class ServerLayout(NamedTuple):
         return max(load / (share * total) for load, share in shares if share)
 
     def key(self, piece: Piece) -> str:
-        """Return the name of `piece`: the tensor's name, or ``name@12`` for a part of the tensor.
-
-        The number after ``@`` is the first element of the part in the flattened tensor.
-        """
+        """Return the name of `piece`: ``name@12`` is the part of a tensor from element 12 on."""
         tensor = self.tensors[piece.tensor]
         whole = piece.stop - piece.start == tensor.size
+        # A whole tensor has its plain name.
         return tensor.name if whole else f"{tensor.name}@{piece.start}"
 
 
@@ -136,17 +119,9 @@ def place_tensors(
 ) -> ServerLayout:
     """Return a `ServerLayout` that gives each server nearly its share of the bytes.
 
-    The result depends on names, shapes, dtypes and `servers`, not on the order of `specs`.
-
-    Parameters
-    ----------
-    specs : mapping
-        Name of each tensor -> (shape, dtype).
-    servers : int or sequence of float
-        Number of servers, at least 1, with equal shares; or the share of each server. A server with
-        share 0 holds nothing.
-    policies : mapping, optional
-        Name of a tensor -> its `RowPolicy`.
+    The result depends on names, shapes, dtypes and `servers`, not on the order of `specs`, which
+    maps the name of each tensor to (shape, dtype). `servers` is a number of servers with equal
+    shares, or the share of each server. A server with share 0 holds nothing.
     """
     shares = [1.0] * servers if isinstance(servers, int) else list(servers)
     whole = sum(shares)
@@ -204,6 +179,7 @@ def _open(policy: RowPolicy) -> OpenRows | None:
     return None if policy.open is None else OpenRows(*policy.open)
 
 
+# If a tensor is cut only between rows, a pull of rows asks only the servers that have these rows.
 def _cut_by_rows(tensor: Tensor, servers: int, mean: float) -> bool:
     """Whether to cut a tensor only between rows; false if rows are too big to balance servers."""
     if tensor.dealt or tensor.open is not None:

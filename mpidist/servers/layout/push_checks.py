@@ -17,7 +17,7 @@ def checked_samples(model: str, samples, global_batch: int | None) -> int | None
     """Return the argument `samples` of a push as an int, or None if it is None.
 
     Raises ConfigError if `samples` is not a whole number of at least 0, or if it is None although
-    the model (with the name `model`) has a `global_batch`.
+    the model has a `global_batch`.
     """
     if samples is None:
         if global_batch is None:
@@ -36,11 +36,7 @@ def checked_samples(model: str, samples, global_batch: int | None) -> int | None
 
 
 def not_finite(model: str, pushes: Mapping) -> str | None:
-    """Return the text of an error if a gradient has a NaN or an infinity, otherwise None.
-
-    `pushes` maps the name of each pushed tensor to (rows, gradient), and `model` is the name of the
-    model.
-    """
+    """Return the text of an error if a gradient has a NaN or an infinity, otherwise None."""
     wrong = next((name for name, (_, flat) in pushes.items() if not all_finite(flat)), None)
     if wrong is None:
         return None

@@ -24,10 +24,8 @@ AUTO = "auto"
 def ranks_asked(servers) -> int | list[int] | dict[int, float] | str:
     """Return the argument `servers` as a number, a list of ranks, a dict of shares, or "auto".
 
-    Raises
-    ------
-    ConfigError
-        `servers` is none of these, or a share is not a finite number of at least 0.
+    Raises ConfigError if `servers` is none of these, or if a share is not a finite number of at
+    least 0.
     """
     if isinstance(servers, Mapping):
         return _shares_asked(servers)
@@ -77,12 +75,7 @@ def _shares_asked(servers: Mapping) -> dict[int, float]:
 def choose_ranks(size: int, servers, placement) -> tuple[list[int], list[int]]:
     """Return which of `size` ranks are servers and which are workers, as two lists.
 
-    `servers` is a result of `ranks_asked`. With "auto", all ranks are servers.
-
-    Raises
-    ------
-    ConfigError
-        The placement is unknown, a rank does not exist, or no worker is left.
+    Raises ConfigError if the placement is unknown, a rank does not exist, or no worker is left.
     """
     named = isinstance(placement, str)
     if named and placement not in PLACEMENTS:
@@ -140,13 +133,11 @@ def ranks_and_shares(
     """Return the ranks of the servers and of the workers, and the share of each server.
 
     The share of a server, divided by the sum of all shares, is the fraction of each model that the
-    server holds. `servers` is a number of servers, a list of ranks, a dict of rank to share, or
-    "auto" (shares that balance the traffic of the hosts). ``hosts()`` returns the host of each
-    rank; it is called only for "auto". The shares of "auto" balance the traffic of `workers`, by
-    default of the workers that this function returns. Raises ConfigError if the placement is
-    unknown, a rank does not exist, or no worker is left.
+    server holds. ``hosts()`` returns the host of each rank; it is called only if `servers` is
+    "auto". Raises ConfigError as `choose_ranks` does.
     """
     if servers == AUTO:
+        # The shares of "auto" balance the traffic of these workers.
         if workers is None:
             _, workers = choose_ranks(size, servers, placement)
         servers = balanced_shares(hosts(), workers)
@@ -170,17 +161,10 @@ def _ranks_listed(placement) -> list[int]:
 def balanced_shares(hosts: Sequence[Hashable], workers: Sequence[int]) -> dict[int, float]:
     """Return the fractions of a model that ranks serve, so that no host sends more than needed.
 
-    The result is a dict of rank to share. Suppose that n hosts have workers and k hosts only serve.
-    In this case BytePS (Jiang et al., OSDI 2020) gives each of the k hosts ``2 (n - 1)`` parts of
-    the model, and each of the n hosts ``n - k`` parts. The ranks of a host have equal shares. If n
-    is at most k, only the k hosts serve.
-
-    Parameters
-    ----------
-    hosts : sequence
-        The host of each rank.
-    workers : sequence of int
-        The ranks that are workers.
+    The result is a dict of rank to share. If n hosts have workers and k hosts only serve, BytePS
+    (Jiang et al., OSDI 2020) gives each of the k hosts ``2 (n - 1)`` parts of the model, and each
+    of the n hosts ``n - k`` parts. If n is at most k, only the k hosts serve. The ranks of a host
+    have equal shares. `hosts` has the host of each rank.
     """
     working = {hosts[rank] for rank in workers}
     n, k = len(working), len(set(hosts) - working)

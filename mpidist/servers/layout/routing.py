@@ -25,8 +25,8 @@ _SMALL, _KEPT = 64 << 10, 16
 class ShardPart(NamedTuple):
     """The elements of one tensor that a message has: a whole piece, or some rows of it.
 
-    The piece is what one server holds of the tensor. If `rows` is None, all of it is meant;
-    otherwise `rows` are row numbers of the tensor.
+    The piece is what one server holds of the tensor. `rows` are row numbers of the tensor, or None
+    for the whole piece.
     """
 
     piece: Piece
@@ -60,9 +60,6 @@ def route(
     """Return those wanted tensors and rows that `server` holds, as parts for a message.
 
     `wanted` maps the number of a tensor to rows, or to None for all rows.
-
-    The rows of each part keep the order that they have in `wanted`. If `wanted` has rows of a
-    tensor, the servers must have cut that tensor only between rows.
     """
     parts = []
     for piece in layout.pieces[server]:
@@ -85,7 +82,7 @@ def owned(layout: ServerLayout, piece: Piece, rows: np.ndarray) -> np.ndarray:
 
 
 def has_all(layout: ServerLayout, named: Mapping) -> bool:
-    """Whether a mapping (name -> rows, or None for all rows) contains the whole model."""
+    """Whether a mapping (name to rows, or to None for all rows) contains the whole model."""
     return len(named) == len(layout.tensors) and all(rows is None for rows in named.values())
 
 
@@ -94,8 +91,7 @@ def part_of(
 ) -> tuple[np.ndarray, Any]:
     """Return (array, index), so that ``array[index]`` are the values that `part` contains.
 
-    `flat` has the values of `rows` of the tensor, or of the whole tensor if `rows` is None. The
-    array is a view of `flat` with one row for each of `rows`, or `flat` itself for a whole tensor.
+    `flat` has the values of `rows` of the tensor, or of the whole tensor if `rows` is None.
     """
     if rows is None:
         return flat, slice(part.piece.start, part.piece.stop)
@@ -116,13 +112,8 @@ def encode_parts(parts: Sequence[ShardPart]) -> np.ndarray:
 def decode_parts(words: np.ndarray, layout: ServerLayout, server: int) -> list[ShardPart]:
     """Return the tensors and rows that a selection lists, as parts of what `server` holds.
 
-    A selection is an array `words` that `encode_parts` has made. The `rows` of the parts are
-    copies.
-
-    Raises
-    ------
-    ProtocolError
-        The selection lists tensors or rows that this server does not hold.
+    A selection is an array `words` that `encode_parts` has made. Raises ProtocolError if this
+    server does not hold what it lists.
     """
     here = {piece.tensor: piece for piece in layout.pieces[server]}
     parts, at = [], 0
@@ -158,30 +149,19 @@ def views(
 
 
 class WholeParts(list):
-    """Pairs (part, gradient) of a message with all tensors of one server.
-
-    The object is kept together with the memory of the message, because later messages use the same
-    memory. `gradients` is None until `ServerShard.merge` has made a dict of the same arrays for it.
-    """
+    """A list of pairs (part, gradient) of a message with all tensors of one server."""
 
     __slots__ = ("gradients",)
 
     def __init__(self, parts: Iterable[tuple[ShardPart, np.ndarray]]):
         super().__init__(parts)
+        # A dict of the same arrays, once `ServerShard.merge` has made it. Later messages use the
+        # same memory.
         self.gradients: Any = None
 
 
 class WholeShard:
-    """All that one server holds of a model, as parts of a message with known positions.
-
-    Attributes
-    ----------
-    layout : ServerLayout
-    parts : list of ShardPart
-        One part for each tensor of which the server holds something.
-    nbytes : int
-        The bytes of the data in a message with all parts.
-    """
+    """All that one server holds of a model, as parts of a message with known positions."""
 
     def __init__(self, layout: ServerLayout, server: int):
         self.layout, self.parts = layout, whole_parts(layout, server)
@@ -196,10 +176,7 @@ class WholeShard:
         self._kept: dict[tuple[int, int], tuple[np.ndarray, WholeParts]] = {}
 
     def views(self, buffer: np.ndarray, offset: int) -> list[tuple[ShardPart, np.ndarray]]:
-        """Return pairs (part, 1-D view of its data) for all that the server holds of the model.
-
-        The data begin at byte `offset` of the message `buffer`.
-        """
+        """Return pairs (part, 1-D view of its data) in a message, from byte `offset` on."""
         if offset + self.nbytes > buffer.size:
             raise ProtocolError("parameter server: message ends before its last tensor")
         return [
@@ -212,8 +189,7 @@ class WholeShard:
     ) -> list[tuple[ShardPart, np.ndarray]] | WholeParts:
         """Return pairs (part, 1-D view of its data) in a message, from byte `offset` on.
 
-        `buffer` is the message, in a buffer of a `MessagePool`. The views of small buffers are
-        kept, and returned again for the next message in the same buffer.
+        The views of small buffers are kept for the next message in the same buffer.
         """
         memory = buffer.base
         if memory is None or memory.nbytes > _SMALL:

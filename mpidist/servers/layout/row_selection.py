@@ -17,11 +17,7 @@ from .placement import ServerLayout, Tensor
 class Selection:
     """Checks the arguments of a client's pushes and pulls, and converts them for messages.
 
-    Attributes
-    ----------
-    assigns : bool
-        Whether pushes contain new values instead of gradients. If a push has a row twice, the last
-        value counts.
+    The attribute `assigns` says whether pushes contain new values instead of gradients.
     """
 
     assigns = False
@@ -62,7 +58,7 @@ class Selection:
         return rows
 
     def wanted(self, what, out: Mapping | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return two dicts for a pull: name -> wanted rows (None for all), and name -> array.
+        """Return two dicts for a pull: name to wanted rows (None for all), and name to array.
 
         `what` and `out` are the arguments of `Client.pull`. The arrays receive the values.
         """
@@ -118,15 +114,14 @@ class Selection:
     def targets(self, wanted: dict, results: dict) -> tuple[dict, Callable[[], None]]:
         """Return 1-D host arrays to receive into, and a function that copies them to `results`.
 
-        The caller calls the function when the data have arrived. If the servers have cut a tensor
-        within rows, `wanted` is changed to ask for the whole tensor instead of some rows, because
-        such a tensor has only few, long rows. If the rows of a table are dealt to the servers one
-        by one, its row numbers in `wanted` are changed to positions in dealt order (first all rows
-        of server 0, and so on).
+        The caller calls the function when the data have arrived. This method changes row numbers in
+        `wanted` to those that messages use.
         """
         flat: dict[str, np.ndarray] = {}
         copies: list[tuple[Any, Any, Any]] = []
         for name, rows in wanted.items():
+            # Dealt rows get their positions in dealt order. Of a tensor that is cut within rows,
+            # which has few, long rows, the whole tensor is wanted.
             tensor, array = self.tensor(name), results[name]
             if tensor.dealt and rows is None:
                 places = dealt_places(np.arange(tensor.shape[0]), tensor.shape[0], tensor.dealt)
@@ -153,7 +148,7 @@ class Selection:
         return flat, finish
 
     def split(self, gradients: Mapping) -> dict[str, tuple[Any, np.ndarray]]:
-        """Return the gradients of a push, as a dict: name -> (rows or None, 1-D host array).
+        """Return the gradients of a push, as a dict: name to (rows or None, 1-D host array).
 
         Each array has the dtype of its tensor. None means that the gradient is of all rows.
         """
@@ -212,10 +207,7 @@ def _shape(tensor: Tensor, rows) -> tuple[int, ...]:
 
 
 def checked_array(what: str, x, written: bool = True):
-    """Return `x` as an array, or raise ConfigError with a text that begins with `what`.
-
-    `written` says whether the caller will write into the array.
-    """
+    """Return `x` as an array, or raise ConfigError with a text that begins with `what`."""
     try:
         return as_array(x, written)
     except ConfigError as error:

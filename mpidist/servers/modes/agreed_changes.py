@@ -1,13 +1,11 @@
-"""Changes of a model's consistency mode or optimizer, which all workers request in the same clock.
+"""Changes of a model's consistency mode or optimizer, which all workers request in the same step.
 
     worker 0   ... clock 6 | change to BSP | push, tick of clock 6 | ...
     worker 1   ... clock 6 | change to BSP | push, tick of clock 6 | ...
     server     gets the change of each worker before the tick of this worker
 
-A clock is a step of a worker, and a tick is the message that ends it. Each worker sends the change
-to each server, in a message of its own, before it finishes the clock. If a worker finishes the
-clock without the change, or requests another change, the server raises an error on all ranks.
-Workers that have left before this clock need not request the change.
+A clock is a step of a worker, and a tick is the message that ends it. If a worker finishes the step
+without the change, or requests another change, the server raises an error on all ranks.
 """
 
 from __future__ import annotations
@@ -60,15 +58,9 @@ class Asked:
 
 
 class AgreedChanges:
-    """Checks on one server that all workers of a model request the same changes in the same clock.
+    """Checks on one server that all workers of a model request the same changes in the same step.
 
-    A change is another consistency mode or another optimizer; a clock is a step of a worker.
-
-    Parameters
-    ----------
-    hosted : Hosted
-        The model. Its ``change_mode(mode, clock)`` is called when the first worker requests
-        another mode.
+    A change is another consistency mode or another optimizer.
     """
 
     def __init__(self, hosted: Any):
@@ -80,11 +72,7 @@ class AgreedChanges:
         return bool(self._asked)
 
     def hear(self, worker: int, text: bytes, ranks: Sequence[int]) -> None:
-        """Record that `worker` requests a change of mode or optimizer in its present clock (step).
-
-        `text` is the message with the change. `ranks` are the ranks of all workers, for error
-        texts.
-        """
+        """Record that `worker` requests the change in the message `text` in its present step."""
         gate, what = self._hosted.gate, json.loads(text)["of"]
         clock = gate.clocks[worker]
         asked = self._asked.get((clock, what))
@@ -107,10 +95,7 @@ class AgreedChanges:
         asked.workers.add(worker)
 
     def due(self) -> list[Action]:
-        """Return the actions that give a server the optimizers that all workers have requested.
-
-        Workers that have left the model are not waited for.
-        """
+        """Return the actions that give a server the optimizers that all workers have requested."""
         live = {worker for worker, lives in enumerate(self._hosted.gate.live) if lives}
         in_order = (self._asked[key] for key in sorted(self._asked))
         due = [one for one in in_order if one.is_due and one.workers >= live]
@@ -123,10 +108,7 @@ class AgreedChanges:
         self._optimizer = text
 
     def facts(self) -> dict[str, Any]:
-        """Return all changes of mode and optimizer so far, as plain values.
-
-        A server that begins to serve the model during training passes them to `go_on`.
-        """
+        """Return all changes of mode and optimizer so far, as plain values for `go_on`."""
         asked = [
             (*key, one.text, sorted(one.workers), one.is_due) for key, one in self._asked.items()
         ]
@@ -134,10 +116,7 @@ class AgreedChanges:
         return {"asked": asked, "modes": modes, "optimizer": self._optimizer}
 
     def go_on(self, facts: Mapping[str, Any]) -> None:
-        """Take over the changes of mode and optimizer that were made before this server began.
-
-        `facts` is the result of the method `facts` on a server that has served the model before.
-        """
+        """On a new server, take over the changes that a present server returns by `facts`."""
         for clock, text in facts["modes"]:
             self._hosted.change_mode(decode_mode(text), clock)
         if facts["optimizer"]:
@@ -147,11 +126,7 @@ class AgreedChanges:
             asked.workers, asked.is_due = set(workers), is_due
 
     def check_tick(self, worker: int, clock: int, ranks: Sequence[int]) -> None:
-        """Check that `worker`, which finishes the step `clock`, has requested this step's changes.
-
-        Raises ProtocolError if another worker has requested a change in this step, and `worker` has
-        not requested it. `ranks` are the ranks of all workers, for the error text.
-        """
+        """Raise ProtocolError if `worker` ends a step without the change that others request."""
         for (at, _), asked in self._asked.items():
             if at == clock and worker not in asked.workers:
                 raise self._missing(worker, asked, clock, ranks)

@@ -4,27 +4,11 @@
                                    worker 1  [ 0][1][2]    finished it; worker 2 was late for
                                    worker 2  [   0   |2]   step 0, passes over 1 and goes on with 2
 
-A step is also called a round. A round is done when n - k workers have finished it; if fewer workers
-are left, all of them must finish it. The update of a round uses the mean of the gradients of these
-workers. A push for a round that is already done is late: it is counted but not applied, and the
-answer to the worker's next pull says so. The pull also moves the worker to the present round, so
-that it is not late in all later rounds, too. The pull of a worker that is not late is answered when
-its round is done. So every applied gradient was computed from the newest parameters.
-
-With several servers, the pushes may arrive in another order on each server. Therefore the first
-server decides for all servers which pushes count, and sends its decisions to the other servers, in
-the order in which it makes them:
+A step, which is also called a round, is done when n - k workers have finished it. The first server
+decides for all servers which gradients count:
 
     first server   close round 4 with workers 0, 2 | worker 0 enters 5 | worker 2 enters 5 | ...
     other server   waits until it has the pushes of 0 and 2, applies them; answers 0; answers 2
-
-The other servers decide nothing. To carry out a decision, a server waits only for messages that
-workers have sent before the decision, so servers and workers cannot wait for each other in a
-circle.
-
-After a server has let a late worker into a round, and before it has written the answer, it may
-close this round. In this case the answer already has the update of the round, and the worker's push
-for the round is late and is not applied.
 
 Chen et al., "Revisiting distributed synchronous SGD", 2016, arXiv 1604.00981.
 """
@@ -41,6 +25,8 @@ from ...errors import ConfigError
 from ...registry import checked_whole
 from ..consistency import Action, Answer, Apply, Consistency, ConsistencyGate, Drop
 
+# To carry out a decision, a server waits only for messages sent before the decision. So servers and
+# workers cannot wait for each other in a circle.
 CLOSE, ENTER, END = 0, 1, 2
 
 
@@ -49,11 +35,11 @@ class BackupWorkers(Consistency):
     """Bulk-synchronous, but a step does not wait for the `count` slowest workers.
 
     With n workers, the first ``n - count`` pushes of a step make one update by the weighted mean of
-    their gradients. Later pushes of the step are counted but not applied, and their workers
-    continue with the present step, so that their ``client.finished`` (the number of finished or
-    skipped steps) grows by more than 1. If fewer than ``n - count`` workers are left, a step waits
-    for all of them. Which workers are late depends on their speed, so two runs do not end with the
-    same bits. ``BackupWorkers(0)`` equals BSP.
+    their gradients. If fewer workers are left, a step waits for all of them. Later pushes of the
+    step are counted but not applied. The late workers continue with the present step, so their
+    ``client.finished`` (the number of finished or skipped steps) grows by more than 1. Which
+    workers are late depends on their speed, so two runs do not end with the same bits.
+    ``BackupWorkers(0)`` equals BSP.
 
     Chen et al., "Revisiting distributed synchronous SGD", 2016, arXiv 1604.00981.
 
@@ -92,20 +78,15 @@ class BackupWorkers(Consistency):
     def gate(
         self, workers: int, server: int = 0, now: Callable[[], float] = time.monotonic
     ) -> ConsistencyGate:
-        """Return the state machine that carries out this mode on server number `server`.
-
-        On server 0 it is a `BackupGate`, which decides which pushes count. On the other servers it
-        is a `FollowingGate`, which obeys the decisions of server 0.
-        """
+        """Return the object that decides on server number `server` when workers may go on."""
         return FollowingGate(self, workers) if server else BackupGate(self, workers)
 
 
 class Decision(NamedTuple):
-    """A decision of the first server about one round (step), which it sends to the other servers.
+    """A decision of the first server about one step, which it sends to the other servers.
 
-    A decision has one of three kinds. CLOSE: the round `clock` is done, and the pushes of the
-    workers in the decision make its update. ENTER: the worker in the decision begins the round
-    `clock`. END: no worker is left that could close a round.
+    CLOSE: the step `clock` is done, and the gradients of `workers` make its update. ENTER: the one
+    worker in `workers` begins the step `clock`. END: no worker is left.
     """
 
     kind: int
@@ -114,39 +95,25 @@ class Decision(NamedTuple):
 
 
 class BackupGate(ConsistencyGate):
-    """Decides on the first server when a step is done, and which pushes count, in `BackupWorkers`.
+    """Decides on the first server when a step is done, and which gradients count.
 
-    All servers must use the pushes of the same workers. So the server with number 0 decides for all
-    servers, and sends its decisions to the others, which have a `FollowingGate`. A step is also
-    called a round.
-
-    Attributes
-    ----------
-    round : int
-        The present step. The clock of a worker is the step on which it works. This clock is below
-        `round` if the worker is late, and above `round` if the worker has finished the round.
-    decisions : list of Decision
-        New decisions. The server removes them from the list and sends them to the other servers.
+    It is used in the mode `BackupWorkers`.
     """
 
     def __init__(self, consistency: BackupWorkers, workers: int):
         super().__init__(consistency, workers)
+        # The present step. The clock of a late worker is below it; that of a worker that has
+        # finished the step is above it.
         self.round = 0
         self._needed = workers - consistency.count
         self._finished: set[int] = set()  # workers that have finished the present round
 
     def is_open(self, worker: int) -> bool:
-        """Whether a pull of `worker` is answered now.
-
-        A pull is answered now if its worker is late, or is at the present step.
-        """
+        """Whether `worker` is answered now, because it is late or at the present step."""
         return self.clocks[worker] <= self.round
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return (workers that have not finished the present step, how many of them must do so).
-
-        The pull of `worker` waits for these workers.
-        """
+        """Return (workers that have not finished the present step, how many of them must do so)."""
         working = self._working()
         return working, min(self._needed - len(self._finished), len(working))
 
@@ -162,20 +129,14 @@ class BackupGate(ConsistencyGate):
         return self._moved()
 
     def tick(self, worker: int) -> list[Action]:
-        """Record that `worker` has finished its present step.
-
-        Returns the actions (such as updates and answers) that are allowed now.
-        """
+        """Record the end of a step of `worker`; return the updates and answers allowed now."""
         if self._present(worker, "clock") == self.round:
             self._finished.add(worker)
         self.clocks[worker] += 1
         return self._moved()
 
     def pull(self, worker: int, item: Any = None) -> list[Action]:
-        """Record that `worker` asks for the parameters of its present step.
-
-        `item` is the pull. Returns the actions (updates and answers) that are allowed now.
-        """
+        """Record that `worker` asks for parameters; return the updates and answers allowed now."""
         self._present(worker, "pull")
         if self.entered[worker] == self.clocks[worker]:
             return [self._enter(worker, item)]  # a second pull in the same step
@@ -183,12 +144,7 @@ class BackupGate(ConsistencyGate):
         return self._moved()
 
     def leave(self, worker: int) -> list[Action]:
-        """Record that `worker` has finished training or died.
-
-        Returns the actions (such as updates and answers) that are allowed now.
-
-        The worker's push of the present step still counts.
-        """
+        """Record that `worker` left or died; return the updates and answers allowed now."""
         self._present(worker, "leave")
         self.live[worker] = False
         if worker in self.held.get(self.round, ()):
@@ -224,6 +180,8 @@ class BackupGate(ConsistencyGate):
             actions.append(Drop(clock, tuple((w, held[w]) for w in late)))
         return actions
 
+    # The round may be closed before the answer is written. The answer then has the update of the
+    # round, and the push of `worker` for the round is late.
     def _begin(self, worker: int) -> Answer:
         """Let `worker` begin the present round."""
         self.clocks[worker] = self.round
@@ -231,11 +189,7 @@ class BackupGate(ConsistencyGate):
 
 
 class FollowingGate(BackupGate):
-    """Applies pushes and answers pulls on the other servers as the first server has decided.
-
-    All servers except the first one use a `FollowingGate` under `BackupWorkers`. It decides
-    nothing; it gets each `Decision` of the first server by `follow`.
-    """
+    """Makes updates and answers workers on all servers but the first, as the first has decided."""
 
     def __init__(self, consistency: BackupWorkers, workers: int):
         super().__init__(consistency, workers)
@@ -243,7 +197,7 @@ class FollowingGate(BackupGate):
         self.settled = False
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return no workers, because only the first server knows for whom `worker` waits."""
+        """Return no workers and 0, as only the first server knows for whom `worker` waits."""
         return [], 0
 
     def follow(self, decision: Decision) -> list[Action]:

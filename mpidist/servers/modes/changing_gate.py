@@ -4,23 +4,10 @@
     mode       SSP(3)......    BSP.......      all workers set BSP in clock 2
     waits          of SSP(3)   of BSP
 
-A gate is a state machine that decides for one model on one server when pushes are applied and pulls
-answered. A gate uses no MPI. A clock is a step of a worker, and a tick is the message that ends it.
-
-Each clock has one mode for all workers. The mode decides when the pulls of the clock are answered,
-and when its pushes are applied. All workers set a new mode in the same clock c, and the new mode
-begins with clock c + 1. Each worker sends the new mode to the server before its tick of clock c. So
-the gate knows the mode of each clock before the first worker comes to this clock, and no worker
-waits for an agreement.
-
-If the pushes of clock c are held, because the mode of clock c is BSP or SSP(0), the pulls of clock
-c + 1 also wait until these pushes are applied, even if the new mode would not wait. Otherwise a
-worker could get parameters that lack its own push. So all workers begin the first clock after BSP
-with the same parameters.
-
-A change of the mode does not affect waiting pushes and pulls: no push is lost or applied twice. In
-every order of events, no worker is further ahead of the slowest worker than the mode of its clock
-allows; the tests check this.
+A clock is a step of a worker. All workers set a new mode in the same clock c, and the new mode
+begins with clock c + 1. Each worker sends the new mode to the server before it finishes clock c, so
+the server knows the mode of each clock before the first worker comes to this clock. No push is lost
+or applied twice. All workers begin the first clock after BSP or SSP(0) with the same parameters.
 """
 
 from __future__ import annotations
@@ -33,20 +20,13 @@ from typing import Any
 from ..consistency import Action, Answer, Consistency, ConsistencyGate
 
 
+# If the pushes of clock c are held (BSP, SSP(0)), the pulls of clock c + 1 wait for them in any
+# mode. Otherwise a worker could get parameters that lack its own push.
 class ChangingGate(ConsistencyGate):
-    """Decides when pushes are applied and pulls answered, if a model's consistency mode changes.
+    """Decides when gradients are applied and workers answered, if a model's mode changes.
 
-    A model begins with the `ConsistencyGate` of its first mode. At the first change, a
-    `ChangingGate` takes the place of that gate.
-
-    Parameters
-    ----------
-    gate : ConsistencyGate
-        The gate of the mode so far. The `ChangingGate` takes over its clocks, pushes and pulls.
-    server : int
-        The number of the server.
-    now : callable
-        ``now()`` returns the time in seconds.
+    At the first change, a `ChangingGate` takes the place of `gate`, the `ConsistencyGate` of the
+    first mode, and takes over its clocks, pushes and pulls.
     """
 
     def __init__(
@@ -58,9 +38,9 @@ class ChangingGate(ConsistencyGate):
         self._share(gate, self)
 
     def change(self, consistency: Consistency, clock: int) -> None:
-        """Use the mode `consistency` from `clock` (step) on.
+        """Use the mode `consistency` from the step `clock` on.
 
-        Calls must be in the order of their clocks.
+        Each call must name a later step than the call before.
         """
         gate = consistency.gate(len(self.clocks), self._server, self._now)
         self._share(self, gate)
@@ -79,16 +59,16 @@ class ChangingGate(ConsistencyGate):
         return self._gates[bisect_right(self._starts, clock) - 1]
 
     def mode_at(self, clock: int) -> Consistency:
-        """Return the consistency mode of a clock (step)."""
+        """Return the consistency mode of the step `clock`."""
         return self._gate(clock).consistency
 
     def changes(self) -> list[tuple[int, Consistency]]:
-        """Return the modes after the first one, as pairs (first clock of the mode, mode)."""
+        """Return the modes after the first one, as pairs (first step of the mode, mode)."""
         modes = (gate.consistency for gate in self._gates)
         return list(zip(self._starts, modes, strict=True))[1:]
 
     def is_open(self, worker: int) -> bool:
-        """Whether a pull of `worker` in its present step is answered now."""
+        """Whether `worker` may get the parameters for its present step now."""
         return not self._has_held(worker) and self._gate(self.clocks[worker]).is_open(worker)
 
     def _has_held(self, worker: int) -> bool:
@@ -97,11 +77,7 @@ class ChangingGate(ConsistencyGate):
         return clock > 0 and self.mode_at(clock - 1).holds and self.ahead(worker) > 0
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return (workers for which the pull of `worker` waits, number of them that must go on).
-
-        The pull can be answered only after this number of these workers have each sent another
-        message.
-        """
+        """Return the workers for which `worker` waits, and how many of them must go on first."""
         if not self._has_held(worker):
             return self._gate(self.clocks[worker]).blockers(worker)
         clocks = enumerate(self.clocks)
@@ -109,7 +85,7 @@ class ChangingGate(ConsistencyGate):
         return behind, len(behind)
 
     def tick(self, worker: int) -> list[Action]:
-        """Record that `worker` has finished its present step."""
+        """Record the end of a step of `worker`; return the updates and answers allowed now."""
         self._gate(self.clocks[worker]).note_tick(worker)
         return super().tick(worker)
 

@@ -1,8 +1,4 @@
-"""A worker's part in changes of the mode and the optimizer: checks, and messages to servers.
-
-If all workers set a new mode in clock (step) c, the mode begins with clock c + 1: see
-`changing_gate`.
-"""
+"""A worker's part in changes of the mode and the optimizer: checks, and messages to servers."""
 
 from __future__ import annotations
 
@@ -23,20 +19,10 @@ from .stale_gradients import check_momentum
 
 
 class ClientModes:
-    """Remembers for one worker which consistency mode each of its clocks (steps) has.
+    """Remembers for one worker which consistency mode each of its steps has.
 
-    Parameters
-    ----------
-    asked : Request
-        The arguments with which the model was added.
-    votes : bool
-        Whether servers tell each other by votes that they have all pushes of a step, before they
-        apply the step. They do in elastic runs, in which the mode cannot change.
-
-    Attributes
-    ----------
-    in_memory : bool
-        Whether servers of this host may read pushes in the memory of this worker.
+    `votes` says whether this is an elastic run, in which the mode cannot change. The attribute
+    `in_memory` says whether servers of this host may read gradients in the memory of this worker.
     """
 
     def __init__(self, asked: Request, votes: bool):
@@ -63,7 +49,7 @@ class ClientModes:
 
     @property
     def newest(self) -> Consistency:
-        """The mode that was set last. It applies from the next clock (step) on, if it is new."""
+        """The mode that was set last, which may begin only with the next step."""
         return self._modes[-1]
 
     def at(self, clock: int) -> Consistency:
@@ -73,28 +59,24 @@ class ClientModes:
         return self._modes[bisect_right(self._starts, clock) - 1]
 
     def asks_all(self, clock: int) -> bool:
-        """Whether a worker begins the step `clock` only when every server has answered its pull."""
+        """Whether a worker begins the step `clock` only when every server has answered it."""
         return self._votes or self.at(clock).asks_all
 
     def streams(self, clock: int) -> bool:
-        """Whether servers may apply and answer a large push of the step `clock` piece by piece."""
+        """Whether servers may apply and answer large gradients of the step `clock` in pieces."""
         return self._streams and self.at(clock).streams
 
     def clip_norm(self, clock: int) -> float | None:
-        """Return the norm to which this worker clips its gradients in the step `clock`.
-
-        Returns None if the servers clip the gradients, or if gradients are not clipped.
-        """
+        """Return the norm to which this worker clips its gradients, or None if servers do it."""
+        # None also without clipping.
         return None if self.at(clock).merges else self._asked.clip_norm
 
     def checked(self, mode: Any, clock: int) -> bytes:
-        """Check a mode that the user sets in the step `clock`; return the message for servers.
-
-        The message is empty if `mode` is the present mode.
-        """
+        """Check a mode that the user sets in the step `clock`; return the message for servers."""
         name = self._asked.name
         if not isinstance(mode, Consistency):
             raise ConfigError(f"client {name!r}: consistency is {shown(mode)}; give BSP, SSP, ...")
+        # The message is empty if the mode does not change.
         if self._starts[-1] > clock:
             if mode == self._modes[-1]:
                 return b""
@@ -112,18 +94,12 @@ class ClientModes:
         return text
 
     def set(self, mode: Consistency, clock: int) -> None:
-        """Use `mode` from the clock (step) after `clock` on.
-
-        Called after the message with the new mode was sent to the servers.
-        """
+        """Use `mode` from the step after `clock` on."""
         self._starts.append(clock + 1)
         self._modes.append(mode)
 
     def checked_optimizer(self, optimizer: Any, clock: int, layout: ServerLayout) -> bytes:
-        """Check an optimizer that is set in the step `clock`.
-
-        Returns the message that sends it to the servers, which have the model's `layout`.
-        """
+        """Check an optimizer that is set in the step `clock`; return the message for servers."""
         name = self._asked.name
         refuse_in_elastic_runs(name, self._votes, "optimizer")
         if isinstance(table := self._asked.optimizer, TableUpdate):
@@ -136,10 +112,7 @@ class ClientModes:
         return encode_optimizer(name, layout, optimizer)
 
     def set_optimizer(self, optimizer: Any, clock: int) -> None:
-        """Record that the optimizer changes in the step `clock`.
-
-        Called after the message with the new optimizer was sent to the servers.
-        """
+        """Record that the optimizer changes in the step `clock`."""
         self._changed = clock
         self._streams = self._pieces and has_the_same_bits(optimizer)
         # Outside BSP, servers use the old optimizer until the last worker has changed it.
@@ -147,10 +120,7 @@ class ClientModes:
 
 
 def refuse_in_elastic_runs(name: str, votes: bool, what: str) -> None:
-    """Raise ConfigError in an elastic run, whose mode and optimizer must not change.
-
-    After a death, the run would continue with the first mode and the first optimizer.
-    """
+    """Raise ConfigError in an elastic run, whose mode and optimizer must not change."""
     if votes or ulfm.current is not None:
         raise ConfigError(
             f"client {name!r}: the {what} cannot change in an elastic run, which would go on after "

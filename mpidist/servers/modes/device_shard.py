@@ -5,11 +5,8 @@
     host      parameters, which answers contain  <-----------+   after each update
     device    gradients --> update of parameters and optimizer state
 
-The optimizer's state and a copy of the parameters are CuPy arrays. So the update is made on the
-GPU, and the state takes no memory of the host. The parameters are also on the host, from where the
-server sends them to workers, or where workers read them in shared memory. So an update copies the
-gradients to the device and the new parameters back. The gradients of several workers are added on
-the host.
+Each update copies the gradients to the device and the new parameters back. The gradients of several
+workers are added on the host.
 """
 
 from __future__ import annotations
@@ -30,9 +27,8 @@ from ..shards import ServerShard
 def check_device(asked: Request, group: Any, serves: bool, grows: bool) -> None:
     """Raise ConfigError if this rank cannot update a model on the requested device.
 
-    `asked` has the arguments of `ServerGroup.add`, with the device in `server_device`. `serves`
-    says whether this rank is a server, and `grows` says whether the model has open tables, which
-    cannot be updated on a GPU.
+    `serves` says whether this rank is a server, and `grows` says whether the model has open tables
+    (whose rows are made by pushes), which cannot be updated on a GPU.
     """
     name, device = asked.name, asked.server_device
     check_device_name(device, f"model {name!r}: ")
@@ -54,8 +50,8 @@ def check_device(asked: Request, group: Any, serves: bool, grows: bool) -> None:
 class DeviceShard(ServerShard):
     """The part of one model that one server holds, updated on the GPU of this rank.
 
-    `local_rank` is this rank's number on its host. The rank uses GPU number ``local_rank % n`` if
-    it sees n GPUs. The other arguments are those of a `ServerShard`, except `memory`.
+    `local_rank` is this rank's number on its host; with n GPUs, the rank uses GPU ``local_rank %
+    n``.
     """
 
     def __init__(
@@ -83,21 +79,13 @@ class DeviceShard(ServerShard):
         self.version += 1
 
     def write(self, parts, buffer: np.ndarray, offset: int) -> None:
-        """Set parameters to the values in a message.
-
-        `parts` lists the parameters, and their values begin at byte `offset` of the message
-        `buffer`.
-        """
+        """Set the parameters listed in `parts` to the values from byte `offset` of a message on."""
         super().write(parts, buffer, offset)
         self._send_all()
 
     def export(self) -> dict:
-        """Return this server's parameters and optimizer state, as a dict of arrays and numbers.
-
-        `ServerGroup.shards` describes the dict.
-
-        The optimizer state is a copy on the host, so writing into it changes nothing.
-        """
+        """Return the dict of arrays and numbers that `ServerGroup.shards` describes."""
+        # A copy on the host, so writing into it changes nothing.
         state, self.state = self.state, _on_host(self.state)
         try:
             return super().export()

@@ -1,36 +1,26 @@
 """DSSP: bounded staleness with a bound that follows the speed of the workers. Uses no MPI.
 
-Under SSP(s) a fast worker waits if it is more than s steps ahead. A large s hides the pauses of a
-worker that is otherwise as fast as the other workers. A large bound does not help if one worker is
-always slow: the fast workers reach this bound, too, and until they reach it they compute with old
-parameters. DSSP lets a worker go up to `high` steps ahead if this saves waiting time, and otherwise
-up to `low` steps.
+DSSP lets a worker go up to `high` steps ahead if this saves waiting time, and otherwise up to `low`
+steps:
 
     low = 1, high = 3     a worker pauses once       others may be up to 3 steps ahead
                           a worker is always slow    others may be up to 1 step ahead, and so
                                                      compute with newer parameters
 
-A worker that is at most `low` steps ahead never waits, and no worker is ever more than `high` steps
-ahead. If a worker is more than `low` and at most `high` steps ahead, the rule "median" or the rule
-"paper" decides, as the user has chosen:
+If a worker is more than `low` and at most `high` steps ahead, a rule decides:
 
 median   The worker may go on if the slowest worker is usually about as fast: if the median of the
          slowest worker's last 31 work times is at most twice the worker's own median, or if the
-         mean is at most twice the worker's own mean. In these two cases the server takes the
-         slowest worker to be only in a pause, which will end. The mean is used because on busy
-         hosts some steps take 1 ms and other steps 20 ms, so that the median is 1 or 20 ms by
-         chance. A work time is the time from the answer of a pull to the end of the worker's step.
-         A worker with fewer than 16 work times does not count as slow. The rule is applied again
-         whenever a worker finishes a step.
+         mean is at most twice the worker's own mean. A work time is the time from the answer of a
+         pull to the end of the worker's step. A worker with fewer than 16 work times does not
+         count as slow.
 paper    The rule of Zhao et al.: when the fastest worker is `low` steps ahead, the server predicts
          the times of the next pushes of this worker and of the slowest worker from their two newest
          pushes. The server grants the number of further steps, up to ``high - low``, after which
          the predicted times of the two workers are closest to each other.
 
-With several servers, a worker may begin a step only when all servers have answered its pull, and
-each server would measure other work times. Therefore only the first server uses the rule, and the
-other servers use the bound `high`. Workers cannot wait for each other in a circle, because a worker
-waits only for workers with a smaller clock, and a worker with the smallest clock never waits.
+With several servers, only the first server uses the rule, and the other servers use the bound
+`high`.
 
 Zhao, An, Liu, Chen, "Dynamic stale synchronous parallel distributed training for deep learning",
 ICDCS 2019, arXiv 1908.11848.
@@ -49,6 +39,8 @@ from ...errors import ConfigError
 from ...registry import checked_whole, look_up
 from ..consistency import Action, Answer, Consistency, ConsistencyGate
 
+# The mean counts besides the median, because on busy hosts some steps take 1 ms and others 20 ms,
+# so that the median is 1 or 20 ms by chance.
 _TIMES, _ALIKE = 31, 2.0
 
 
@@ -62,7 +54,7 @@ class DSSP(Consistency):
     parameters. With ``low == high`` this is SSP.
 
     Zhao et al., "Dynamic stale synchronous parallel distributed training for deep learning", ICDCS
-    2019, arXiv 1908.11848. ``rule="paper"`` is the rule of this paper.
+    2019, arXiv 1908.11848.
 
     Parameters
     ----------
@@ -99,64 +91,44 @@ class DSSP(Consistency):
     def gate(
         self, workers: int, server: int = 0, now: Callable[[], float] = time.monotonic
     ) -> ConsistencyGate:
-        """Return the state machine that carries out this mode on server number `server`.
-
-        On server 0 it is a `DynamicGate`, which changes the bound. The other servers use SSP with
-        the constant bound `high`.
-        """
+        """Return the object that decides on server number `server` when workers may go on."""
+        # Only server 0 changes the bound; the other servers use SSP with the constant bound `high`.
         return ConsistencyGate(self, workers) if server else DynamicGate(self, workers, now)
 
 
 class Rule(Protocol):
-    """Decides under `DSSP` whether a worker that is `low` to `high` steps ahead goes on or waits.
-
-    `DSSP` is bounded staleness whose bound follows the speed of the workers.
-    """
+    """Decides under `DSSP` whether a worker `low` to `high` steps ahead goes on or waits."""
 
     def may_pass(self, gate: DynamicGate, worker: int) -> bool:
-        """Return whether the waiting pull of `worker` may be answered.
-
-        `gate` calls this method when the pull arrives, and after each later event.
-        """
+        """Return whether `worker`, which waits for parameters, may go on now."""
 
 
 class DynamicGate(ConsistencyGate):
-    """Measures on the first server how long workers work under `DSSP`; decides who may go on.
+    """Measures on the first server how long workers work under `DSSP`; decides who may go on."""
 
-    Only the server with number 0 uses the rule of `DSSP`. This is enough, because a worker begins a
-    step only when all servers have answered its pull. The other servers use the bound `high`.
-
-    Attributes
-    ----------
-    work : list of deque of float
-        The last work times of each worker, in seconds: from the answer of its pull to its tick (the
-        message that ends its step).
-    ticks : list of deque of float
-        When the two newest steps of each worker were finished.
-    """
-
+    # One server is enough: a worker begins a step only when all servers have answered its pull.
     def __init__(self, consistency: DSSP, workers: int, now: Callable[[], float]):
         super().__init__(consistency, workers)
         self.low, self.high = consistency.low, consistency.high
+        # The last work times of each worker in seconds, from the answer of its pull to the end of
+        # its step.
         self.work: list[deque[float]] = [deque(maxlen=_TIMES) for _ in range(workers)]
+        # When the two newest steps of each worker were finished.
         self.ticks: list[deque[float]] = [deque(maxlen=2) for _ in range(workers)]
         self._rule: Rule = RULES[consistency.rule](workers)
         self._now = now
         self._began: list[float | None] = [None] * workers
 
     def is_open(self, worker: int) -> bool:
-        """Whether a pull of `worker` is answered now."""
+        """Whether `worker` may get the parameters for its present step now."""
         ahead = self.ahead(worker)
         if ahead <= self.low or self.entered[worker] == self.clocks[worker]:
             return True
         return ahead <= self.high and self._rule.may_pass(self, worker)
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return (the slowest workers, 1): `worker` waits until one of the slowest workers goes on.
-
-        The rule looks only at the slowest workers. So if one of them goes on, the pull may be
-        answered although other workers are more than `low` steps behind.
-        """
+        """Return the slowest workers, and 1: `worker` waits until one of these workers goes on."""
+        # The rule looks only at the slowest workers.
         return self.last(), 1
 
     def tick(self, worker: int) -> list[Action]:
@@ -189,22 +161,17 @@ class DynamicGate(ConsistencyGate):
 
 
 class MedianRule:
-    """The rule "median" of `DSSP`: a worker goes on if the slowest worker is usually as fast.
-
-    The docstring of the module has the exact condition.
-    """
+    """The rule "median" of `DSSP`: a worker goes on if the slowest worker is usually as fast."""
 
     def __init__(self, workers: int):
         pass
 
     def may_pass(self, gate: DynamicGate, worker: int) -> bool:
-        """Whether the slowest worker's usual work time is at most twice that of `worker`.
-
-        A slowest worker that has done only a few steps counts as fast enough.
-        """
+        """Whether the slowest worker's usual work time is at most twice that of `worker`."""
         import statistics  # not at the top: it imports decimals and fractions
 
         mine = gate.work[worker] or (0.0,)
+        # A slowest worker that has done only a few steps counts as fast enough.
         known = [gate.work[other] for other in gate.last() if len(gate.work[other]) > _TIMES // 2]
         return all(
             statistics.median(others) <= _ALIKE * statistics.median(mine)
@@ -214,12 +181,7 @@ class MedianRule:
 
 
 class PaperRule:
-    """The rule "paper" of `DSSP`, by Zhao et al., which grants further steps to the fastest worker.
-
-    The server predicts the times of the next pushes of the fastest and of the slowest worker. It
-    grants the number of steps after which a push of the fastest worker is closest in time to a push
-    of the slowest.
-    """
+    """The rule "paper" of `DSSP`, by Zhao et al., which grants the fastest worker further steps."""
 
     def __init__(self, workers: int):
         self.granted = [0] * workers

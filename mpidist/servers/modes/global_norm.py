@@ -3,17 +3,10 @@
     server 0   mean gradient of clock 7 | squares ->  | wait | scale, update -> answers
     server 1   ............. mean gradient of clock 7 | squares -> | scale, update -> answers
 
-Under BSP and with backup workers, the mean gradient of a clock is clipped. Each server sends the
-sum of the squares of its part, in float64, to all other servers, and makes the update when it has
-the sums of all servers. All servers add the sums in the same order, so they multiply their
-gradients by the same factor, to the last bit. A serial program, which has the whole gradient, may
-get a sum with another rounding.
-
-In the other modes each push is an update of its own. A worker has its whole push, clips the push
-before it sends it, and servers exchange no sums.
-
-If a server fails, it sends a notice to all ranks, so no server waits for its sum. In elastic runs
-`clip_norm` is an error.
+Under BSP and with backup workers, the mean gradient of a step is clipped. Each server sends the sum
+of the squares of its part, in float64, to all other servers, and makes the update when it has the
+sums of all servers. All servers multiply their gradients by the same factor, to the last bit. In
+the other modes a worker clips each push before it sends it.
 """
 
 from __future__ import annotations
@@ -34,10 +27,7 @@ _PIECE = 1 << 16
 
 
 def check_clip_norm(name: str, clip_norm: Any, elastic: bool) -> None:
-    """Raise ConfigError if `clip_norm` is not a number above 0, or if the run is `elastic`.
-
-    None, which means no clipping, is always allowed. `name` is the name of the model.
-    """
+    """Raise ConfigError if a given `clip_norm` is no number above 0, or the run is elastic."""
     if clip_norm is None:
         return
     number = isinstance(clip_norm, int | float | np.number) and not isinstance(clip_norm, bool)
@@ -60,17 +50,14 @@ def squares(arrays: Iterable[np.ndarray]) -> float:
 def factor(total: float, clip_norm: float) -> float:
     """Return the factor that reduces gradients to the norm `clip_norm`; 1 if their norm is smaller.
 
-    `total` is the sum of the squares of all gradients. The factor is 1 if `total` is not finite.
+    `total` is the sum of the squares of all gradients; if it is not finite, the factor is 1.
     """
     norm = math.sqrt(total) if math.isfinite(total) else 0.0
     return clip_norm / norm if norm > clip_norm else 1.0
 
 
 def clipped_push(pushes: dict[str, tuple], clip_norm: float | None) -> dict[str, tuple]:
-    """Return a push (name -> (rows, flat gradient)) with a norm of at most `clip_norm`.
-
-    Without a `clip_norm`, the push is returned as it is.
-    """
+    """Return the gradients of a push, scaled to a norm of at most `clip_norm` if it is given."""
     if clip_norm is None:
         return pushes
     scale = factor(squares(flat for _, flat in pushes.values()), clip_norm)
@@ -80,16 +67,7 @@ def clipped_push(pushes: dict[str, tuple], clip_norm: float | None) -> dict[str,
 
 
 class GlobalNorms:
-    """Clips the gradients of one server's models with `clip_norm`, by the norm over all servers.
-
-    A server has only a part of each gradient. So the servers send each other the sum of the squares
-    of their parts before they make an update.
-
-    Parameters
-    ----------
-    server : Server
-        This server; its models, its link and the ranks of all servers are used.
-    """
+    """Clips the gradients of one server's models with `clip_norm`, by the norm over all servers."""
 
     def __init__(self, server: Any):
         self._server = server
@@ -103,11 +81,7 @@ class GlobalNorms:
         return any(self._due.values())
 
     def released(self, number: int, actions: Sequence[Action]) -> list[Action]:
-        """Send the other servers this server's sums of squares for the updates in `actions`.
-
-        `actions` are the updates and answers that the consistency mode of model `number` allows.
-        Returns those that need not wait for sums of other servers.
-        """
+        """Send the sums of squares for the updates in `actions`; return what need not wait."""
         model, link = self._server.models[number], self._server.link
         for action in actions:
             self._due[number].append(action)
@@ -126,10 +100,7 @@ class GlobalNorms:
         return self._allowed(number)
 
     def listen(self) -> list[tuple[int, list[Action]]]:
-        """Receive sums of squares of other servers.
-
-        Returns pairs (number of a model, its updates and answers that have waited and go on now).
-        """
+        """Receive sums of squares; return what can go on, as (number of a model, actions)."""
         if not self.pending:
             return []
         link, status, heard = self._server.link, MPI.Status(), set()

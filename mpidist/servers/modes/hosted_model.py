@@ -27,14 +27,11 @@ from .stale_gradients import beta_of, update_corrected
 
 
 class Push(NamedTuple):
-    """The gradients of a push that the server has received but not applied yet.
+    """The gradients that one worker has sent for one step, and that are not applied yet."""
 
-    `buffer` is the memory of the message, or None if the gradients are in memory that this server
-    shares with the worker. `parts` lists the tensors or rows of the push with their gradients; for
-    a push in pieces, `parts` is the `PushStream` that receives the pieces.
-    """
-
+    # The memory of the message; None if the gradients are in memory shared with the worker.
     buffer: np.ndarray | None
+    # The tensors or rows with their gradients, or the `PushStream` that receives them in pieces.
     parts: Any
     samples: int  # -1 if the worker gave no number
     seen: int  # the shard's version at the worker's newest pull
@@ -80,19 +77,14 @@ class Hosted:
         self.removed: dict | None = None  # the counts of a model that was removed
 
     def use_layout(self, piece_bytes: int) -> None:
-        """Compute again the attributes that depend on which tensors this server holds.
-
-        `piece_bytes` is the largest size of a piece of a message.
-        """
+        """Compute again the attributes that depend on which tensors this server holds."""
         self.whole = WholeShard(self.shard.layout, self.shard.server)
         self.due = DueActions(self.shard, piece_bytes)
 
     def parts_of(self, message: np.ndarray, at: int, words: int) -> tuple[list[ShardPart], int]:
-        """Return the tensors or rows that a message lists, and the byte at which the list ends.
-
-        The list begins at byte `at` of `message` and has `words` int64 numbers. A negative number
-        of words means all tensors that this server holds (see `protocol.ALL`).
-        """
+        """Return the tensors or rows that a message lists, and the byte at which the list ends."""
+        # `words` is the number of int64 numbers of the list; if it is negative, all tensors of the
+        # server.
         if words in (ALL, PIECES):
             return self.whole.parts, at
         if words == MEMORY:
@@ -106,13 +98,7 @@ class Hosted:
     def push_elsewhere(
         self, link: Any, worker: int, rank: int, header: Header, message: np.ndarray
     ) -> PushStream:
-        """Return a push whose gradients follow in pieces, or lie in the worker's memory.
-
-        `message` is the first message of the push, with the header `header`. The model's gate (see
-        `ConsistencyGate`) learns of the push at once. Under BSP, where gradients may follow in
-        pieces, the server answers no worker and updates nothing until all workers have sent their
-        first messages.
-        """
+        """Return the gradients of a worker that follow in pieces, or lie in the worker's memory."""
         mode, shared = self.gate.mode_at(header.clock), header.push_words == MEMORY
         if header.flags != PUSH | CLOCK | PULL or not (shared or mode.streams):
             raise ProtocolError(
@@ -125,13 +111,9 @@ class Hosted:
         return self.due.read(link, worker, rank, self.whole, words.view(np.int64).tolist())
 
     def use_shards(self, shard: ServerShard, copy: ServerShard | None, piece_bytes: int) -> None:
-        """Replace this server's part of the model, after a change of shares in an elastic run.
-
-        `shard` is the new part of this server. `copy` is its new copy of another server's part, or
-        None if servers keep no copies. The age of a worker's newest pull (the updates made since
-        then) is the same as before the change. The copies of pulled values (`DelayCompensated`)
-        become the present values.
-        """
+        """Replace this server's part of the model, after a change of shares in an elastic run."""
+        # The age of a worker's newest pull stays. The copies of pulled values become the present
+        # values.
         ages = [self.shard.version - seen for seen in self.pulled]
         self.shard, self.copy = shard, copy
         self.pulled = [shard.version - age for age in ages]
@@ -142,18 +124,11 @@ class Hosted:
                 self._copies.keep(worker, self.whole.parts)
 
     def kept(self) -> list[dict[str, np.ndarray]]:
-        """Return a copy of the parameters that each worker has pulled last, one dict per worker.
-
-        Returns an empty list unless the model uses `DelayCompensated`, a policy for stale gradients
-        that needs these copies.
-        """
+        """Return copies of the parameters that each worker has got last, for `DelayCompensated`."""
         return [] if self._copies is None else self._copies.kept
 
     def weight(self, push: Push) -> float:
-        """Return the number by which a push multiplies the learning rate of its update.
-
-        Only modes in which each push makes an update of its own use this number.
-        """
+        """Return the factor of the learning rate for a push that is an update of its own."""
         if self.table is not None:
             return float(push.samples != 0)
         if self.global_batch is None:
@@ -161,10 +136,7 @@ class Hosted:
         return push.samples / self.global_batch
 
     def apply(self, action: Apply, ranks: Sequence[int]) -> None:
-        """Make the update `action` of the parameters, and count how stale its gradients were.
-
-        `ranks` are the ranks of the workers.
-        """
+        """Make the update `action` of the parameters, and count how stale its gradients were."""
         version, self.shard.clock = self.shard.version, action.clock
         if (made := self.due.ended()) is not None:  # the update is made already, piece by piece
             version -= made.updates
@@ -188,17 +160,13 @@ class Hosted:
                 self.record.drop(worker, ranks[worker], f"{self.stale}, {age} updates old")
 
     def drop(self, action: Drop, ranks: Sequence[int]) -> None:
-        """Count the pushes in `action`, which came too late for their step and are not applied."""
+        """Count gradients that came too late for their step and are not applied."""
         for worker, _ in action.pushes:
             self.record.drop(worker, ranks[worker], f"late, {self.gate.consistency}")
 
     def answer_fields(self, worker: int, pull: Pull, gap: int, held: int, total: int) -> tuple:
-        """Return the fields of the header of an answer to the pull of `worker`.
-
-        `gap` is how many steps the worker is ahead of the slowest one, `held` is how many
-        nanoseconds the pull has waited for slower workers, and `total` is the size of the answer in
-        bytes.
-        """
+        """Return the fields of the header of an answer to a request of `worker`."""
+        # `gap` is in steps, `held` in nanoseconds, and `total` in bytes.
         record = self.record
         return (
             PULL, 0, self.gate.clocks[worker], total, 0, 0, -1, self.shard.version, gap, held,
@@ -206,21 +174,15 @@ class Hosted:
         )  # fmt: skip
 
     def keep(self, worker: int, parts: Sequence[ShardPart]) -> None:
-        """Record which version (number of updates) of the model `worker` pulls now.
-
-        With the policy `DelayCompensated`, also copy the pulled parameters, which `parts` lists.
-        """
+        """Record which version (number of updates) of the model `worker` gets now."""
         self.pulled[worker] = self.shard.version
         if self._copies is not None:
             self._copies.keep(worker, parts)
 
     def load(self, saved: Mapping) -> None:
-        """Set this server's part of the model to `saved`, see `ServerShard.load`.
-
-        The number of updates is also taken from `saved`. From then on each worker counts as having
-        pulled the new parameters, so the ages of pushes start at 0 again.
-        """
+        """Set this server's part of the model and its number of updates; see `ServerShard.load`."""
         self.shard.load(saved)
+        # The ages of pushes start at 0 again.
         self.pulled = [self.shard.version] * len(self.pulled)
 
     def _check_samples(self, action: Apply) -> None:
@@ -234,7 +196,7 @@ class Hosted:
             )
 
     def shares(self, action: Apply) -> list[tuple[float, Any]]:
-        """Return for each push of the update `action` (its weight in the mean, its gradients)."""
+        """Return (weight in the mean, gradients) of each worker that takes part in `action`."""
         if self.table is not None:
             return [(float(push.samples != 0), push.parts) for _, push in action.pushes]
         if len(action.pushes) == 1:  # faster than the code below, which takes 2 us
@@ -246,7 +208,7 @@ class Hosted:
         return [(samples / total, parts) for samples, parts in counted]
 
     def weighed(self, action: Apply) -> tuple[list[tuple[float, Any]], float]:
-        """Return ([(weight in the mean, gradients) of each push], the weight of the update)."""
+        """Return [(weight in the mean, gradients), ...] of the update `action`, and its weight."""
         if self.gate.mode_at(action.clock).merges:
             return self.shares(action), 1.0
         ((_, push),) = action.pushes
@@ -254,10 +216,7 @@ class Hosted:
         return [(1.0, push.parts)], self.weight(push) * factor
 
     def merge(self, action: Apply) -> tuple[dict, float] | None:
-        """Return the merged gradients of the update `action`, and the update's weight.
-
-        Returns None if the weights of all pushes are 0; see `ServerShard.merge`.
-        """
+        """Return the merged gradients of the update `action` and its weight; None for no update."""
         if self.table is not None and self.table.assigns:
             return newest_values(self.shard, self.shares(action))
         if self.gate.mode_at(action.clock).merges:
@@ -276,11 +235,9 @@ class Hosted:
         self.gate.change(mode, clock)
 
     def remove(self) -> None:
-        """Free the model's memory on this server, but keep its counts for the report.
-
-        A new model may have the same name as the removed one.
-        """
+        """Free the model's memory on this server, but keep its counts for the report."""
         self.removed = self.facts()
+        # A new model may have the same name.
         self.name = f"{self.name} (removed)"
         layout = ServerLayout((), ((),) * len(self.shard.layout.pieces), self.shard.layout.shares)
         self.shard = ServerShard(layout, self.shard.server, self.shard.optimizer, {}, 0)

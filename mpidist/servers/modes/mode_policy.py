@@ -32,8 +32,8 @@ def mode_policy(given, first: Consistency) -> ModePolicy | None:
     """Return the function of the step that chooses the mode, from the setting `changes`.
 
     `given` is a mapping of step to consistency mode, such as ``{1000: md.ASP()}``, a list of such
-    pairs, a function, or None for no changes. For None, the result is None. `first` is the mode of
-    the first step of a run. Raises ConfigError if training cannot change between these modes.
+    pairs, a function, or None for no changes (the result is then None). Raises ConfigError if
+    training cannot change between these modes.
     """
     if given is None:
         return None

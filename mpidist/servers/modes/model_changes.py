@@ -16,12 +16,6 @@ class ModelChanges:
 
     Models may be added and removed before the first client is used, and in pauses (see
     `ServerGroup.pause`).
-
-    Parameters
-    ----------
-    link : Link
-    server : Server or None
-        The server on this rank. A rank may become a server later.
     """
 
     def __init__(self, link: Link, server: Any):
@@ -30,7 +24,7 @@ class ModelChanges:
         self._quiet: int | None = None  # how many messages this rank had sent when a pause began
 
     def number(self) -> int:
-        """Return the number by which messages name a new model. No number is used twice."""
+        """Return a new number, by which messages name a new model."""
         self._added += 1
         return self._added - 1
 
@@ -50,11 +44,8 @@ class ModelChanges:
         self._quiet = -1
 
     def end(self) -> None:
-        """Free the memory of a failed group's models.
-
-        The group's `Link` may have to be kept, because MPI may still use its buffers. The `Link`
-        then no longer refers to this memory.
-        """
+        """Free the memory of a failed group's models."""
+        # The link itself may have to be kept, because MPI may still use its buffers.
         link = self._link
         link.background, link.models, link.trail.about = nothing, [], None
         link.pool, self.server = MessagePool(keep=0), None
@@ -63,8 +54,7 @@ class ModelChanges:
     def changing(self, doing: str, clients: Sequence[Any]) -> Iterator[None]:
         """Context manager for adding or removing a model; in it, this rank answers no requests.
 
-        `doing` names the call for error texts. `clients` are the clients of this worker. Raises
-        ProtocolError if models may not be added or removed at this moment.
+        Raises ProtocolError if models may not be added or removed at this moment.
         """
         link, call = self._link, doing.split()[0]
         # Other ranks need no notice of this error. If a server is in `add`, too, it receives an

@@ -38,8 +38,7 @@ def _kind(optimizer: Any) -> tuple:
 def encode_optimizer(model: str, layout: ServerLayout, optimizer: Any) -> bytes:
     """Return the message by which workers change the optimizer of a model during training.
 
-    The message contains a pickled copy of the optimizer, because the program of a rank that only
-    serves has not made this object. Raises ConfigError if the optimizer cannot be used or sent.
+    Raises ConfigError if the optimizer cannot be used or sent.
     """
     check_server_optimizer(model, optimizer)
     lazy = [tensor.name for tensor in layout.tensors if tensor.lazy]
@@ -51,6 +50,7 @@ def encode_optimizer(model: str, layout: ServerLayout, optimizer: Any) -> bytes:
     facts, why = optimizer_facts(optimizer), ""
     told = {"of": "optimizer", "told": _told(optimizer), "digest": _digest(facts)}
     try:
+        # Pickled, because the program of a rank that only serves has not made this object.
         pickled = base64.b64encode(_pickle().dumps(optimizer)).decode()
         text = json.dumps({**told, "pickled": pickled}).encode()
         if optimizer_facts(decode_optimizer(text)) == facts:
@@ -84,11 +84,9 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 
 def agreed_part(text: bytes) -> dict[str, Any]:
-    """Of a message with an optimizer, return the contents that must be equal for all workers.
-
-    Pickled bytes, and texts that may contain addresses of memory, are left out.
-    """
+    """Of a message with an optimizer, return the contents that must be equal for all workers."""
     found = json.loads(text)
+    # These may contain addresses of memory.
     for name in ("pickled", "told"):
         found.pop(name, None)
     return found
@@ -97,7 +95,6 @@ def agreed_part(text: bytes) -> dict[str, Any]:
 def decode_optimizer(text: str | bytes) -> Any:
     """Return the optimizer in a message that a worker of this job has made by `encode_optimizer`.
 
-    The message contains a pickle, so it must come from a worker of this job, never from a file.
     Raises ProtocolError if this rank cannot make the optimizer.
     """
     found = json.loads(text)

@@ -13,13 +13,8 @@ DelayCompensated    its gradient becomes g + lam * g * g * (w - w at the worker'
 MomentumCorrected   what it adds to the velocity of momentum is multiplied by beta ** a
 =================== ==========================================================================
 
-The learning rate of an update is multiplied by the weight of its push. This weight depends on the
-number of samples, and `ScaleStale` multiplies it by a further factor. Each server counts the age of
-its own part of a push, so one push may have a different age on each server.
-
-Under BSP and with backup workers, each applied gradient was computed from the newest parameters.
-Under SSP(0) it was computed from the parameters at the end of the step before. So these modes take
-no policy.
+One push may have a different age on each server. BSP, SSP(0) and backup workers take no policy,
+because their gradients are not stale.
 """
 
 from __future__ import annotations
@@ -86,14 +81,13 @@ class DropStale(Stale):
     """Drop a gradient that is more than `beyond` updates old, unless it has many samples.
 
     If one worker is always slow, all its gradients may be dropped; the server then prints a
-    warning. `keep_if_samples` keeps the gradients that such a worker has computed from many
-    samples.
+    warning.
 
     Parameters
     ----------
     beyond : int
-        The largest age of a push that is applied. If n workers are equally fast, the age is about
-        n - 1.
+        The largest age of a push that is applied. If n workers are equally fast, the age is about n
+        - 1.
     keep_if_samples : int or float, optional
         A push of at least this many samples is always applied. A number below 1 is a fraction of
         the model's `global_batch`.
@@ -129,9 +123,6 @@ class DropStale(Stale):
 class ScaleStale(Stale):
     """Multiply the weight of a gradient of age a by ``2 ** (-a / half_life)``.
 
-    The weight of a push also depends on its number of samples. So an old gradient of many samples
-    still has more weight than an old gradient of few samples.
-
     Jiang et al., "Heterogeneity-aware distributed parameter servers", SIGMOD 2017, and Zhang et
     al., "Staleness-aware async-SGD", IJCAI 2016, arXiv 1511.05950, divide by the age instead.
 
@@ -160,9 +151,11 @@ class ScaleStale(Stale):
 class DelayCompensated(Stale):
     """Correct a gradient for the updates since its worker's pull, by a Taylor expansion.
 
-    The server applies ``g + lam * g * g * (w - w_pulled)``. The squares of the gradient estimate
-    the diagonal of the Hessian. The server keeps the parameters that each worker has pulled, which
-    takes the memory of one more model per worker. ``lam=0`` has the effect of `KeepStale`.
+    In place of the gradient g, the server applies ``g + lam * g * g * (w - w_pulled)``, where w are
+    its present parameters and w_pulled those that the worker had pulled. The squares of the
+    gradient estimate the diagonal of the Hessian. The server keeps the parameters that each worker
+    has pulled, which takes the memory of one more model per worker. ``lam=0`` has the effect of
+    `KeepStale`.
 
     Zheng et al., "Asynchronous stochastic gradient descent with delay compensation", ICML 2017,
     arXiv 1609.08326.
@@ -187,8 +180,7 @@ class DelayCompensated(Stale):
     def compensated(self, gradient: np.ndarray, now: np.ndarray, before: np.ndarray) -> np.ndarray:
         """Return the corrected gradient, in the dtype of `gradient`.
 
-        Squares may overflow, mostly in half precision. A value of the gradient is not corrected if
-        the corrected value would not be finite.
+        A value of the gradient is not corrected if the corrected value would not be finite.
         """
         dtype = work_dtype(gradient.dtype)
         wide = gradient.astype(dtype)
@@ -203,14 +195,12 @@ class MomentumCorrected(Stale):
     """Add less of an old gradient to the velocity of momentum, as if it had come in time.
 
     ``optim.momentum`` repeats a gradient in all later updates, each time multiplied by ``beta``
-    once more. If an old gradient is repeated, it moves the parameters in a direction that is no
-    longer right. With this policy a gradient of age a moves the parameters once, and is added to
-    the velocity with a factor of ``beta ** a``, as if it had come a updates earlier.
+    once more. With this policy a gradient of age a moves the parameters once, and is added to the
+    velocity with a factor of ``beta ** a``, as if it had come a updates earlier.
 
     The policy is similar to the momentum factor masking of Lin et al., "Deep gradient compression",
-    ICLR 2018, arXiv 1712.01887, which takes late gradients out of the velocity. Mitliagkas et al.,
-    "Asynchrony begets momentum", 2016, arXiv 1605.09774, explain why asynchronous updates need less
-    momentum.
+    ICLR 2018, arXiv 1712.01887. Mitliagkas et al., "Asynchrony begets momentum", 2016, arXiv
+    1605.09774, explain why asynchronous updates need less momentum.
 
     Parameters
     ----------
@@ -234,23 +224,14 @@ class MomentumCorrected(Stale):
             )
 
     def corrected(self, age: int, beta: float) -> tuple[float, float]:
-        """Return two factors for a gradient that is `age` updates old.
-
-        The first factor is for the update of the parameters, and the second for what the gradient
-        adds to the velocity of momentum with the decay `beta`.
-        """
+        """Return the two factors of `Stale.corrected` for a gradient that is `age` updates old."""
         kept = beta**age
         missed = beta * (1 - kept) / (1 - beta) if self.catch_up else 0.0
         return 1.0 + missed, kept
 
 
 def check_momentum(model: str, stale: Stale, optimizer, elsewhere: bool = False) -> None:
-    """Raise ConfigError if the policy `stale` needs momentum, but the optimizer has none.
-
-    `MomentumCorrected` also needs the velocity in host memory of one server. `elsewhere` says
-    whether the velocity is also on another server, or on a GPU. If `elsewhere` is true, the policy
-    is refused.
-    """
+    """Raise ConfigError if the policy `stale` needs momentum, and cannot have it here."""
     if not stale.corrects:
         return
     if beta_of(optimizer) is None:
@@ -259,6 +240,7 @@ def check_momentum(model: str, stale: Stale, optimizer, elsewhere: bool = False)
             f"model {model!r}: stale={stale} needs the optimizer momentum, got {kind}; leave stale "
             "out, or use another policy"
         )
+    # The velocity is also on another server, or on a GPU.
     if elsewhere:
         raise ConfigError(
             f"model {model!r}: stale={stale} needs servers with neither copies (replicas) nor a GPU"
@@ -313,12 +295,7 @@ def stale_policy(given) -> Stale:
 def update_corrected(
     shard: Any, gradients: Mapping[str, Any], weight: float, factors: tuple[float, float]
 ) -> None:
-    """Update a server's part of a model as `MomentumCorrected` says.
-
-    `MomentumCorrected.corrected` returns the two `factors`. In the update of the parameters the
-    gradients are multiplied by the first factor, and in the velocity by the second. The learning
-    rate of this update is multiplied by `weight`.
-    """
+    """Update a server's part of a model with the factors of `MomentumCorrected.corrected`."""
     factor, kept = factors
     rows = {key: g if isinstance(g, tuple) else (None, g) for key, g in gradients.items()}
     scaled = {key: g * g.dtype.type(factor) for key, (_, g) in rows.items()}

@@ -5,11 +5,8 @@
     message   | header, with the CRC-32 of all that follows its first 16 bytes | data |
     piece     | CRC-32 |   | data |      a piece has no header, so its checksum is sent before it
 
-The checksum is `zlib.crc32`. The CRC-32C of network cards would need a further package, and both
-checksums find every change of up to 32 consecutive bits. Memory that ranks of one host share is not
-checked: no message is sent, and this memory is as safe as that of the model's arrays. Messages of a
-few words are not checked: notices of failures, sums for norms, and the messages by which servers
-agree on which pushes they apply.
+The checksum is `zlib.crc32`, which finds every change of up to 32 consecutive bits. Memory that
+ranks of one host share, and messages of a few words, are not checked.
 """
 
 from __future__ import annotations
@@ -25,28 +22,19 @@ from ..protocol import CHECKED_FROM, COPY, NAMES, PIECE_UP, SUMS, TO_SERVER, TO_
 
 _SUM = struct.Struct("<I")
 _AT = CHECKED_FROM - _SUM.size
+# Not checked: notices of failures, sums for norms, and the messages by which servers agree on
+# pushes.
 _WITH_HEADER = (TO_SERVER, TO_WORKER, VALUES, COPY)
 
 
 class Checksums:
-    """Computes and compares the checksums of the messages that one rank sends and receives.
-
-    Parameters
-    ----------
-    link : Link
-    servers, workers : sequence of int
-        The ranks of the group's servers and workers.
-    """
+    """Computes and compares the checksums of the messages that one rank sends and receives."""
 
     def __init__(self, link: Any, servers: list[int], workers: list[int]):
         self._link, self._workers, self._servers = link, workers, servers
 
     def before_send(self, buffer: np.ndarray, nbytes: int, dest: int, tag: int) -> None:
-        """Prepare a send: write a message's checksum into its header, or send a piece's checksum.
-
-        The first `nbytes` bytes of `buffer` will be sent to the rank `dest`. `tag` says whether
-        they are a message with a header, or a piece, which has none.
-        """
+        """Prepare a send: write a message's checksum to its header, or send a piece's checksum."""
         if tag in _WITH_HEADER:
             self.seal(buffer, nbytes)
         elif tag == PIECE_UP:
@@ -57,19 +45,13 @@ class Checksums:
         _SUM.pack_into(buffer.data, _AT, _crc32(buffer[CHECKED_FROM:nbytes]))
 
     def send_sum(self, memory: np.ndarray, dest: int, tag: int) -> None:
-        """Send the checksum of a piece that is about to be sent to `dest`.
-
-        `memory` has the bytes of the piece, and `tag` is the MPI tag with which the piece is sent.
-        """
+        """Send the checksum of a piece that is about to be sent to `dest` with the tag `tag`."""
         words = self._link.pool.take(8)
         words.view(np.int64)[0] = _crc32(memory)
         self._link.send(words, 8, dest, tag + SUMS)
 
     def check(self, buffer: np.ndarray, header: Any, source: int, tag: int) -> None:
-        """Raise ProtocolError if a message from rank `source` has changed on the way.
-
-        `buffer` has the whole message, `header` is its header, and `tag` is its MPI tag.
-        """
+        """Raise ProtocolError if a message from rank `source` has changed on the way."""
         given = _SUM.unpack_from(buffer.data, _AT)[0]
         found = _crc32(buffer[CHECKED_FROM : header.total])
         if found == given:
@@ -84,10 +66,7 @@ class Checksums:
     def check_piece(
         self, memory: np.ndarray, words: np.ndarray, source: int, tag: int, model: str
     ) -> None:
-        """Raise ProtocolError if a piece in `memory` has changed on the way from rank `source`.
-
-        `words` has the checksum that was sent before the piece. `model` is the name of the model.
-        """
+        """Raise ProtocolError if a piece in `memory` has changed on the way from rank `source`."""
         given, found = int(words.view(np.int64)[0]), _crc32(memory)
         if found != given:
             kind = tag - self._link.tag

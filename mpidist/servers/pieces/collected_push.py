@@ -5,8 +5,7 @@
     messages     | header, selections |   | 0 | 1 | 2 | 3 | ...
     one buffer   | header, selections | 0 | 1 | 2 | 3 |          then handled as any other message
 
-So all other code of the server sees only whole pushes. If a death interrupts a push, the pieces
-that have arrived have no effect.
+If a death interrupts a push, the pieces that have arrived have no effect.
 """
 
 from __future__ import annotations
@@ -24,31 +23,9 @@ from .piece_transfers import PieceReceives
 
 
 class CollectedPush:
-    """A push whose pieces are arriving, and that is used when all pieces have arrived.
+    """Gradients whose pieces are arriving, and that are used when all pieces have arrived.
 
-    It has the same attributes and methods as an `Incoming`, which is a push in one message.
-
-    Parameters
-    ----------
-    link : Link
-    message : Incoming
-        The first message, which has arrived.
-    pieces : sequence of WirePiece
-        All pieces of the server's part of the model.
-    nbytes : int
-        The sum of the bytes of all pieces, as in a whole message.
-    has_room : callable
-        ``has_room(nbytes)`` returns whether the server has memory for so many bytes now. While it
-        returns false, no piece is received.
-    model : str, optional
-        The name of the model, for error texts.
-
-    Attributes
-    ----------
-    header : Header
-        The header that the push would have if it were sent in one message.
-    buffer : ndarray of uint8
-        The whole message once `test` returns true.
+    It has the same attributes and methods as an `Incoming`, which is one message.
     """
 
     def __init__(
@@ -60,6 +37,7 @@ class CollectedPush:
         has_room: Callable[[int], bool],
         model: str = "",
     ):
+        # No piece is received while `has_room(nbytes)` is false.
         self._link, self._pieces, self._has_room, self._model = link, pieces, has_room, model
         self.source, self.buffer, self._first = message.source, message.buffer, message.header.total
         self.header = message.header._replace(push_words=ALL, total=self._first + nbytes)
@@ -91,10 +69,7 @@ class CollectedPush:
 
 
 class Arrivals(dict):
-    """The messages that a server is receiving now, at most one from each worker.
-
-    A message is an `Incoming`, or a `CollectedPush` if it comes in pieces.
-    """
+    """The messages that a server is receiving now, at most one from each worker."""
 
     @property
     def nbytes(self) -> int:
@@ -102,19 +77,13 @@ class Arrivals(dict):
         return sum(message.buffer.size for message in self.values())
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether the server may receive the pieces of another push, of `nbytes` bytes, now.
-
-        The server may do so if the buffers of all arriving messages together stay below a limit, or
-        if no other push in pieces is arriving.
-        """
+        """Whether the server may receive the pieces of another push, of `nbytes` bytes, now."""
+        # Allowed if all buffers together stay below a limit, or if no other push in pieces is
+        # arriving.
         alone = not any(getattr(message, "arrives", False) for message in self.values())
         return alone or self.nbytes + nbytes <= capacity.ROOM_BYTES
 
     def collect(self, link: Link, worker: int, message: Incoming, model: Any) -> None:
-        """Begin to receive the pieces of a push, whose first message has arrived from `worker`.
-
-        `message` is this first message, and `model` is the `Hosted` model to which the push
-        belongs. The push is used when all its pieces have arrived.
-        """
+        """Begin to receive the pieces of a push of `worker`, whose first message has arrived."""
         pieces, nbytes = model.due.pieces, model.whole.nbytes
         self[worker] = CollectedPush(link, message, pieces, nbytes, self.has_room, model.name)

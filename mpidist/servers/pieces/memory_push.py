@@ -6,10 +6,8 @@
                                      |                    the kernel copies, see `cross_memory`
     memory for one piece            | 1 |                 the server updates these parameters
 
-The worker waits in its call until the server has answered, so the gradients do not change. When the
-message has arrived, the server can apply the push without further messages, and even while the
-worker's process is stopped. If the server must answer before it applies the push, it copies the
-push first, because the worker may then change its gradients.
+The worker waits in its call until the server has answered, so the gradients do not change. If the
+server must answer before it applies the push, it copies the push first.
 """
 
 from __future__ import annotations
@@ -27,31 +25,7 @@ from ..wire.wire_pieces import WirePiece
 
 
 class MemoryPush(PushStream):
-    """A push whose gradients stay in the memory of the rank `source`, where the server reads them.
-
-    It has the methods of `wire.server_stream.PushStream`, which receives pieces in messages.
-
-    Parameters
-    ----------
-    link : Link
-    source : int
-    memory : CrossMemory
-        Reads the memory of other processes of this host.
-    local_rank : int
-        The rank `source` among the ranks of this host.
-    shard : WholeShard
-        All parts of the model on this server.
-    pieces : sequence of WirePiece
-        The pieces of the server's part of the model.
-    addresses : sequence of int
-        The addresses in the memory of `source` at which the gradient of each part begins.
-
-    Attributes
-    ----------
-    readers : list of memoryview
-        Counters in shared memory (see `node_share`) in which `use` counts the pieces of new
-        parameters that a worker may copy now.
-    """
+    """Gradients that stay in the memory of the rank `source`, where the server reads them."""
 
     by_messages = False
 
@@ -68,21 +42,23 @@ class MemoryPush(PushStream):
         self.source, self._link, self._pieces = source, link, pieces
         self._memory, self._local_rank, self._nbytes = memory, local_rank, shard.nbytes
         sizes = [shard.layout.tensors[part.piece.tensor].dtype.itemsize for part in shard.parts]
+        # From the addresses in the memory of `source` at which the gradient of each part begins.
         self._places = {
             part.piece.tensor: (address - part.piece.start * size, size)
             for part, address, size in zip(shard.parts, addresses, sizes, strict=True)
         }
+        # Counters in shared memory of the pieces of new parameters that workers may copy.
         self.readers: list[memoryview] = []
         self._used, self._read = 0, -1  # number of used pieces; the piece in the buffer
         self._buffer: np.ndarray | None = None
         self._kept = False
 
     def here(self) -> int:
-        """Return how many pieces can be read now, which is always all of them."""
+        """Return how many pieces of the gradients can be read now, which is always all of them."""
         return len(self._pieces)
 
     def piece(self, number: int) -> np.ndarray:
-        """Return the gradients of piece `number`, in memory that is valid until the next `use`."""
+        """Return one piece of the gradients, in memory that is valid until the next `use`."""
         piece = self._pieces[number]
         if self._kept and self._buffer is not None:
             return self._buffer[piece.start : piece.stop]
@@ -94,7 +70,7 @@ class MemoryPush(PushStream):
         return self._buffer[: piece.nbytes]
 
     def use(self) -> None:
-        """Record that the next piece is applied, so that workers may copy its new parameters."""
+        """Record that one more piece is applied, so that workers may copy its new parameters."""
         self._used += 1
         for line in self.readers:
             line[READY] += 1
@@ -103,10 +79,7 @@ class MemoryPush(PushStream):
             self._buffer = None
 
     def keep(self) -> None:
-        """Copy the whole push to the server's memory, so that the worker may change its gradients.
-
-        Called if the server answers the worker before it applies the push.
-        """
+        """Copy the push to the server's memory, so that the worker may change its gradients."""
         whole = self._link.pool.take(self._nbytes)
         for piece in self._pieces:
             self._copy(piece, whole[piece.start : piece.stop])

@@ -6,9 +6,6 @@
     sends        | 0 | 1 | 2 | 3 |          a piece is sent from memory that nobody changes during
                                             the send, or from a buffer of the pool, which goes back
                                             to the pool after the send
-
-After an exception, the `Link` of the rank keeps the objects of this module, because MPI may still
-use their memory.
 """
 
 from __future__ import annotations
@@ -25,24 +22,12 @@ from ..protocol import SUMS, check_piece
 from ..wire.wire_pieces import WirePiece, allowed
 
 
+# After an exception, the `Link` of the rank keeps the objects of this module, because MPI may still
+# use their memory.
 class PieceReceives:
     """Receives the pieces of one push or one answer from the rank `source`, in their order.
 
-    Parameters
-    ----------
-    link : Link
-    source, tag : int
-    pieces : sequence of WirePiece
-        All pieces of the push or the answer.
-    memory : callable
-        ``memory(number)`` returns the bytes into which piece `number` is received.
-    model : str, optional
-        The name of the model, for error texts.
-
-    Attributes
-    ----------
-    here : int
-        How many pieces have arrived.
+    ``memory(number)`` returns the bytes into which piece `number` is received.
     """
 
     def __init__(
@@ -54,6 +39,7 @@ class PieceReceives:
         memory: Callable[[int], np.ndarray],
         model: str = "",
     ):
+        # How many pieces have arrived, and how many have begun.
         self.here = self._begun = 0
         self._link, self._source, self._tag = link, source, link.tag + tag
         self._pieces, self._memory = pieces, memory
@@ -101,7 +87,7 @@ class PieceReceives:
 
     @property
     def done(self) -> bool:
-        """Whether all pieces have arrived."""
+        """Whether all pieces of the gradients, or of the answer, have arrived."""
         return self.here == len(self._pieces)
 
 
@@ -117,17 +103,14 @@ class PieceSends:
         return len(self._sends)
 
     def send(self, memory: np.ndarray, ranks: Sequence[int], pooled: bool = False) -> None:
-        """Begin to send the bytes in `memory` to these ranks.
-
-        If `pooled`, the memory is a buffer of the link's pool (buffers that are used again), and
-        goes back to the pool after the sends.
-        """
+        """Begin to send the bytes in `memory` to these ranks."""
         link = self.link
         link.receiving.add(self)
         for k, rank in enumerate(ranks, 1):
             if link.checksums is not None:
                 link.checksums.send_sum(memory, rank, self._tag - link.tag)
             request = link.comm.Isend([memory, MPI.BYTE], rank, self._tag)
+            # A pooled buffer goes back to the pool after the last send.
             self._sends.append((request, memory if pooled and k == len(ranks) else None))
 
     def reap(self) -> bool:

@@ -24,17 +24,7 @@ from .piece_transfers import PieceSends
 
 
 class PulledVersion:
-    """One version of a server's parameters, in pieces, for the workers that receive it.
-
-    The pieces are read from the parameters themselves or, after an update, from copies.
-
-    Parameters
-    ----------
-    link : Link
-    shard : ServerShard
-    pieces : sequence of WirePiece
-        The pieces of the server's part of the model.
-    """
+    """One version of a server's parameters, in pieces, for the workers that receive it."""
 
     def __init__(self, link: Link, shard: ServerShard, pieces: Sequence[WirePiece]):
         self.link, self.pieces, self.users = link, pieces, 0
@@ -42,21 +32,18 @@ class PulledVersion:
         self._saved: dict[int, np.ndarray] = {}
 
     def save(self, first: int) -> None:
-        """Copy the pieces from number `first` on, because an update is about to change them."""
+        """Copy the pieces of the parameters from `first` on, before an update changes them."""
         for number in range(first, len(self.pieces)):
             self._saved[number] = self._copy(number)
 
     def piece(self, number: int) -> tuple[np.ndarray, bool]:
-        """Return the bytes of piece `number`, and whether they are a buffer of the link's pool.
-
-        The caller must give such a buffer back to the pool after it is sent.
-        """
+        """Return the bytes of piece `number`, and whether they must go back to the link's pool."""
         if number in self._saved:
             return self._saved[number], False
         return self._copy(number), True
 
     def leave(self) -> None:
-        """Record that one worker needs no more of this version; the last call frees the copies."""
+        """Record that one more worker has this version; after the last worker, free the copies."""
         self.users -= 1
         if not self.users:
             for copy in self._saved.values():
@@ -74,21 +61,13 @@ class PulledVersion:
 
 
 class PullStream:
-    """The answer to one pull, which is sent in pieces from number `first` on.
-
-    At most 4 pieces (`WINDOW`) are on the way at the same time.
-
-    Attributes
-    ----------
-    next : int
-        The number of the next piece to send.
-    left : int
-        The bytes that are not sent yet.
-    """
+    """The parameters that a worker has asked for, sent in pieces from number `first` on."""
 
     def __init__(self, version: PulledVersion, rank: int, first: int = 0):
+        # `next`: the number of the next piece to send.
         self.version, self._ranks, self.next = version, [rank], first
         version.users += 1
+        # The bytes that are not sent yet.
         self.left = sum(piece.nbytes for piece in version.pieces[first:])
         self._sends = PieceSends(version.link, PIECE_DOWN)
         version.link.count_pieces(len(version.pieces) - first, self.left, 0, 0)
@@ -110,7 +89,7 @@ class PullStream:
 
 
 class PullStreams:
-    """The pulls of one model that a server is answering in pieces now."""
+    """The requests for parameters of one model that a server is answering in pieces now."""
 
     def __init__(self, shard: ServerShard, pieces: Sequence[WirePiece]):
         self._shard, self._pieces = shard, pieces

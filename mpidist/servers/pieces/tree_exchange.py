@@ -22,8 +22,7 @@ from ..protocol import DOWN, UP
 def tree_exchange(link: Any, fact) -> list:
     """Return a list of the JSON values `fact` of all ranks, in rank order. Collective.
 
-    All p ranks together send 2 (p - 1) messages. Each rank waits by `link.wait`, which raises an
-    error if another rank has failed.
+    All p ranks together send 2 (p - 1) messages.
     """
     rank, size = link.comm.rank, link.comm.size
     lowest = rank & -rank if rank else size

@@ -1,8 +1,6 @@
 """Copies of shards on other servers, so that no step is lost if a server dies.
 
 A shard is the part of a model that one server holds. Each server holds a copy of the shard of the
-server before it. `shard_copies` keeps the copy equal to the shard while the servers serve. After a
-death, the living ranks divide the model anew between the living servers, from shards and copies:
-`after_death` decides who sends what, and `move_shards` sends it. `shard_ranges` lists the arrays of
-a shard for messages.
+server before it. After a death, the living ranks divide the model anew between the living servers,
+from shards and copies.
 """

@@ -4,9 +4,8 @@
     now          server 0: shard 0, copy of 1     server 1: shard 1, copy of 0
 
 A shard is the part of the model that one server holds; each server also has a copy of the shard of
-the server before it. The new shards 0 and 1 are longer than the old shards 0 and 1. The elements
-that server 1 does not have come from the copy of shard 2 on server 0. An old shard is sent by its
-server if this server lives, and otherwise by the server that has the copy.
+the server before it. An old shard is sent by its server if this server lives, and otherwise by the
+server that has the copy.
 """
 
 from __future__ import annotations
@@ -22,50 +21,30 @@ from .shard_ranges import are_shared, scalars_of
 
 @dataclass
 class Held:
-    """What one server holds when a death has ended its group, and which pushes it has applied.
-
-    The servers use it to divide the model anew between the servers that live. A worker keeps its
-    number after a death.
-
-    Attributes
-    ----------
-    index : int
-        The number of the server.
-    shard, copy : ServerShard
-        The server's own part of the model, and its copy of the previous server's part. `copy` is
-        None if there is only one server.
-    clocks, copied : dict
-        For each worker, the number of its steps whose pushes are applied to `shard`, and to `copy`.
-    updates : list of two int
-        How many updates this server has made in `shard` and in `copy` since the group began.
-    applied : int
-        If servers vote before they apply a step: the pushes of all steps below `applied` are
-        applied.
-    """
+    """What one server holds when a death has ended its group, and which updates it has made."""
 
     index: int
+    # This server's part of the model.
     shard: ServerShard
+    # Its copy of the previous server's part, if there are several servers.
     copy: ServerShard | None
+    # For each worker, the steps whose pushes are applied to `shard`, and to `copy`.
     clocks: dict[int, int]
     copied: dict[int, int]
+    # The updates in `shard` and in `copy` since the group began.
     updates: list[int]
+    # With votes: the pushes of all steps below this one are applied.
     applied: int = 0
 
     def shards(self) -> dict[int, ServerShard]:
-        """Return the parts of the model that this rank holds: number of a server -> its part.
-
-        They are the server's own part, and its copy of the previous server's part.
-        """
+        """Return the parts of the model that this rank holds, by the numbers of their servers."""
         found = {self.index: self.shard}
         if self.copy is not None:
             found[self.copy.server] = self.copy
         return found
 
     def facts(self) -> dict[str, Any]:
-        """Return which parts of the model this server holds, and which pushes it has applied.
-
-        The other ranks get the result, which has plain values, after a death.
-        """
+        """Return as plain values which parts this server holds, and which updates it has made."""
         return {
             "index": self.index,
             "copy": None if self.copy is None else self.copy.server,
@@ -76,10 +55,7 @@ class Held:
         }
 
     def count(self, server: int, worker: int, clock: int) -> None:
-        """Record that the push of `worker` in the step `clock` is applied.
-
-        The push is applied to what this rank holds of the part of server number `server`.
-        """
+        """Record that the gradients of `worker` in the step `clock` are applied to a part."""
         is_copy = server != self.index
         (self.copied if is_copy else self.clocks)[worker] = clock + 1
         self.updates[is_copy] += 1
@@ -93,8 +69,8 @@ class Holder(NamedTuple):
     """The rank that sends an old server's part of the model to others after a death.
 
     The holder is the rank of that server, if the server lives, and otherwise the rank of the server
-    with the copy (`is_copy`). `clocks` has, for each worker, the number of its steps whose pushes
-    are applied to what this rank sends.
+    with the copy (`is_copy`). `clocks` has, for each worker, the number of its steps whose
+    gradients are applied to this part.
     """
 
     rank: int
@@ -105,11 +81,11 @@ class Holder(NamedTuple):
 class Move(NamedTuple):
     """A transfer after a death: rank `source` sends rank `target` elements of the model.
 
-    They are the elements that the part of server number `old` in the old layout and the part of
-    server number `new` in the new layout have in common. `source` and `target` may be the same
-    rank.
+    They are the elements that server number `old` of the old layout and server number `new` of the
+    new layout have in common.
     """
 
+    # `source` and `target` may be the same rank.
     source: int
     target: int
     old: int
@@ -117,10 +93,8 @@ class Move(NamedTuple):
 
 
 def holders(everyone: Sequence[Mapping | None]) -> dict[int, Holder]:
-    """Return a dict: number of an old server -> the `Holder` that sends its part of the model.
-
-    `everyone` has the result of `Held.facts` of each rank, or None.
-    """
+    """Return who sends each old server's part after a death, by the number of the server."""
+    # `everyone` has the result of `Held.facts` of each rank, or None.
     found = {}
     for rank, facts in enumerate(everyone):
         if facts is not None and facts["copy"] is not None:
@@ -132,12 +106,7 @@ def holders(everyone: Sequence[Mapping | None]) -> dict[int, Holder]:
 
 
 def up_to_date(everyone: Sequence[Mapping | None], voted: bool) -> list[set[int]]:
-    """Return for each rank a set: the numbers of the servers whose newest parameters it holds.
-
-    `everyone` has the result of `Held.facts` of each rank, or None. If the servers vote before they
-    apply a step (`voted`), a server's parameters and their copy have the same updates. Otherwise a
-    copy may have fewer updates than the parameters of which it is a copy.
-    """
+    """Return for each rank the set of servers whose newest parameters it holds."""
     made = {facts["index"]: facts["updates"][0] for facts in everyone if facts is not None}
     found: list[set[int]] = []
     for facts in everyone:
@@ -145,6 +114,8 @@ def up_to_date(everyone: Sequence[Mapping | None], voted: bool) -> list[set[int]
         if facts is not None:
             here.add(facts["index"])
             copy = facts["copy"]
+            # With votes, a server's parameters and their copy have the same updates. Without, the
+            # copy may have fewer.
             same = copy is not None and made.get(copy, facts["updates"][1]) == facts["updates"][1]
             if copy is not None and (voted or same):
                 here.add(copy)
@@ -153,11 +124,7 @@ def up_to_date(everyone: Sequence[Mapping | None], voted: bool) -> list[set[int]
 
 
 def targets(servers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (rank, number of a server) for each part of the model that a rank must have now.
-
-    Each server has its own part and, if there are several servers, a copy of the previous server's
-    part. `servers` has the ranks of the servers.
-    """
+    """Return (rank, number of a server) for each part, or copy of a part, that a rank must have."""
     size = len(servers)
     shards = [(rank, number) for number, rank in enumerate(servers)]
     copies = [(servers[(number + 1) % size], number) for number in range(size)]
@@ -173,20 +140,11 @@ def moves(
 ) -> list[Move]:
     """Return which rank sends which elements to which rank after a death, as a list of `Move`.
 
-    The list has the same order on all ranks. `old` and `new` are the layouts before and after the
-    death.
-
-    Parameters
-    ----------
-    wanted : sequence of (rank, number of a server)
-        Which rank must get the new part of which server, as its own part or as a copy.
-    giving : mapping
-        The holder of each old server's part.
-    current : sequence of sets
-        For each rank, the numbers of the old servers whose newest parameters it holds. The rank
-        needs no messages with elements of these servers.
+    The list has the same order on all ranks. `wanted` has (rank, number of a server) for each new
+    part that a rank must get, and `giving` has the rank that sends each old part.
     """
     return [
+        # `current`: for each rank, the old servers whose newest parameters it holds.
         Move(rank if i in current[rank] else giving[i].rank, rank, i, j)
         for rank, j in wanted
         for i in range(len(old.pieces))

@@ -16,31 +16,18 @@ from .elastic_shares import Prepared, change_shares_beside
 
 
 class ElasticServerGroup(ServerGroup):
-    """A `ServerGroup` for elastic runs, in which training continues after a rank has died.
+    """A `ServerGroup` for elastic runs, in which training continues after a rank has died."""
 
-    Before servers apply the pushes of a step, they tell each other by votes that all of them have
-    these pushes. Each server may also keep a copy of another server's part of each model. The class
-    has the parameters and attributes of a `ServerGroup`.
-
-    Attributes
-    ----------
-    moved : int
-        How often the servers have got other shares (fractions of the models).
-    prepared : Prepared or None
-        While the shares change: what this rank will use when all ranks are ready for the change. If
-        a rank dies during the change, some ranks may already use the new shares, and other ranks
-        not.
-    """
-
+    # How often the servers have got other shares.
     moved = 0
+    # While the shares change: what this rank will use when all ranks are ready.
     prepared: Prepared | None = None
 
     def vote(self, copies: bool = False, shares: Sequence[float] | None = None) -> None:
-        """Let servers apply the pushes of a step only when all servers have them; see `votes`.
+        """Let servers apply the gradients of a step only when all servers have them.
 
-        With `copies`, each server also keeps copies of the previous server's parts of the models;
-        `fill_copies` makes them equal to these parts. `shares` has the share of each server, in the
-        order of the servers; their sum is 1. Collective over `comm`, before the first `add`.
+        With `copies`, each server also keeps copies of the previous server's parts of the models,
+        which `fill_copies` fills. Collective over `comm`, before the first `add`.
         """
         self.shares = self.shares if shares is None else list(shares)
         self.replicated = copies and len(self.server_ranks) > 1
@@ -48,10 +35,7 @@ class ElasticServerGroup(ServerGroup):
         start_votes(self._server, self.server_ranks, copies)
 
     def fill_copies(self, name: str) -> None:
-        """Fill each server's copy of the previous server's part of the model `name`.
-
-        The copy is then equal to this part. All servers must call `fill_copies` before they serve.
-        """
+        """Fill each server's copy of the previous server's part of a model, before it serves."""
         server = self._server
         if server is not None and server.copies is not None:
             with GroupCall(self.link, "fill_copies"), self.link.serving(nothing):
@@ -65,6 +49,8 @@ class ElasticServerGroup(ServerGroup):
         now = change_shares_beside(members, given, prepare)
         if now is not None:
             self._use_shares(now)
+            # If a rank dies before this line, some ranks may already use the new shares, and other
+            # ranks not.
             self.prepared, self.moved = None, self.moved + 1
 
     def add_again(
@@ -79,10 +65,7 @@ class ElasticServerGroup(ServerGroup):
         nonfinite: str = "raise",
         stale: Stale | None = None,
     ) -> Client | None:
-        """Add a model to this new group after a death, with the parameters and clocks in `kept`.
-
-        Collective, as `ServerGroup.add`, which explains the other arguments.
-        """
+        """Add a model with the parameters and clocks in `kept`, after a death. Collective."""
         policy = KeepStale() if stale is None else stale
         client = self._host(
             Request(name, model, optimizer, consistency, 0, global_batch, kept, nonfinite, policy)

@@ -7,9 +7,7 @@
 
 A shard is a server's part of a model, and to commit means to use the new shards from then on. If a
 rank dies before any rank has committed, the living ranks continue with the old shards. If some
-ranks have committed, all living ranks are prepared, and those that have not committed do so after
-the death, when the living ranks build a new group. `ElasticServerGroup.moved` counts the commits of
-a rank, so the ranks see who has committed.
+ranks have committed, the other living ranks commit after the death.
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ from .shard_ranges import scalars_of, set_scalars
 class Prepared(NamedTuple):
     """What a rank will use when all ranks are ready for other shares of the servers.
 
-    These are the shares, and on a server its new part of each model and its new copy of another
-    server's part.
+    On a server, `parts` has its new part of each model and its new copy of another server's part.
     """
 
     shares: list[float]
@@ -58,7 +55,7 @@ def change_shares_beside(
 
     Each server makes its new part of each model beside the old one, which it keeps until all ranks
     are ready. ``prepare(prepared)`` is called with this rank's `Prepared` before any rank uses it.
-    Returns the new `Members` (what this rank knows of its group), or None if nothing changes.
+    Returns what this rank then knows of its group, or None if nothing changes.
     """
     link, server = members.link, members.server
     with link.serving(nothing):

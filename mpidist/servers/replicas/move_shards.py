@@ -1,8 +1,7 @@
 """After a death, send shards to their new owners, and pushes to servers that lack these pushes.
 
-A shard is a server's part of a model. All sends and receives are posted before the first wait, so
-no order of ranks can deadlock. Servers receive into new memory. So if another rank dies meanwhile,
-each rank still has its old shards.
+A shard is a server's part of a model. Servers receive into new memory, so if another rank dies
+meanwhile, each rank still has its old shards.
 """
 
 from __future__ import annotations
@@ -29,6 +28,8 @@ class Messages:
     """Begins each send and receive without waiting, and waits for all of them in `wait`."""
 
     def __init__(self, comm: MPI.Comm, tag: int):
+        # All sends and receives are posted before the first wait, so no order of ranks can
+        # deadlock.
         self.comm, self._tag = comm, tag
         self.requests: list[MPI.Request] = []
         self.memory: list[np.ndarray] = []
@@ -38,7 +39,7 @@ class Messages:
         self._post(self.comm.Isend, array, rank)
 
     def receive(self, array: np.ndarray, rank: int) -> None:
-        """Begin to receive a message of the rank `rank` into a contiguous array."""
+        """Begin to receive a message from rank `rank` into a contiguous array."""
         self._post(self.comm.Irecv, array, rank)
 
     def _post(self, call: Callable[..., MPI.Request], array: np.ndarray, rank: int) -> None:
@@ -60,10 +61,10 @@ def move_shards(
 ) -> None:
     """Begin to send the servers' parts of a model to their new owners. Collective.
 
-    All ranks pass the same `moves`. `old` and `new` each have a layout, and this rank's parts of
-    the model in that layout, by the numbers of their servers. The new parts are complete when the
-    caller has waited for `messages`.
+    All ranks pass the same `moves`. The new parts are complete when the caller has waited for
+    `messages`.
     """
+    # A layout, and this rank's parts of the model in it.
     (old_layout, giving), (new_layout, filling) = old, new
     me = messages.comm.rank
     for source, target, i, j in moves:
@@ -87,19 +88,10 @@ def complete_pushes(
     gradients: Mapping[str, np.ndarray],
     apply: Callable[[int, int, list[tuple[ShardPart, np.ndarray]]], None],
 ) -> None:
-    """Send pushes that a death has interrupted to the servers that do not have them. Collective.
+    """Send gradients that a death has interrupted to the servers that lack them. Collective.
 
-    Parameters
-    ----------
-    torn : sequence of (rank of a worker, rank of a holder, number of a server)
-        The missing pushes: the worker sends its gradients for this server to the rank that now
-        holds the server's part of the model.
-    layout : ServerLayout
-    gradients : mapping
-        The gradients of this rank's push, if this rank is a worker in `torn`.
-    apply : callable
-        Called on the holder with the number of the server, the worker's rank, and the worker's
-        gradients for that server.
+    `torn` lists them as (rank of a worker, rank that now holds the server's part, number of the
+    server). On the rank that holds the part, ``apply(server, worker, gradients)`` is called.
     """
     messages, arriving = Messages(comm, _PUSH_TAG), []
     for worker, holder, server in torn:

@@ -7,14 +7,11 @@
     BSP, SSP(0)   pushes of all workers | forward ->  the next server has it | vote -> ... apply
     ASP, SSP(s)   push | forward, apply ->            apply the same | acknowledge -> answer
 
-A shard is a server's part of a model. A copy gets the updates of its shard in the same order. So
-the copy has the same bits as the shard, also in the optimizer state (if both servers have the same
-kind of processor). Under BSP and SSP(0) servers vote (`votes`): a server sends a vote to all other
-servers when it has all pushes of a clock (a step) for its shard, and the forwarded gradient for its
-copy. The server updates its shard and its copy when all other servers have voted. So the pushes of
-a clock are applied to all shards and copies or to none, and an update waits only as long as a
-message takes. In the other modes a server applies a push at once, and answers its worker when the
-next server has the gradient, too.
+A shard is a server's part of a model. A copy gets the updates of its shard in the same order, so it
+has the same bits, also in the optimizer state (if both servers have the same kind of processor).
+Under BSP and SSP(0) the gradients of a step are applied to all shards and copies or to none. In the
+other modes a server applies gradients at once, and answers their worker when the next server has
+them.
 """
 
 from __future__ import annotations
@@ -35,11 +32,7 @@ from .shard_ranges import all_ranges, pack, range_bytes, unpack
 
 
 class Forwarded(NamedTuple):
-    """An update that the previous server has sent for the copy of its part of the model.
-
-    The update waits until all servers have told each other, by votes (messages), that they have all
-    pushes of the step `clock`.
-    """
+    """An update of the step `clock` that the previous server has sent for the copy of its part."""
 
     clock: int
     header: Header
@@ -50,26 +43,12 @@ class ShardCopies:
     """One server's copies of what the previous server holds of the models.
 
     Each server sends the gradients of its updates to the next server, which makes the same updates
-    in its copy. This class also sends and receives these messages.
-
-    Parameters
-    ----------
-    link : Link
-    before, after : int
-        The rank of the previous server, of whose parts this server has copies, and the rank of the
-        next server, which has copies of this server's parts.
-    models : list of Hosted
-        The models of this server. Models may be added to this list later.
-
-    Attributes
-    ----------
-    sent, received : int
-        How many updates this server has sent to the next server, and how many it has received from
-        the previous server.
+    in its copy.
     """
 
     def __init__(self, link: Link, before: int, after: int, models: list):
         self._link, self._before, self._after, self._models = link, before, after, models
+        # The updates sent to the next server, and received from the previous server.
         self.sent = self.received = 0
         # Updates that the next server must acknowledge, and that it has acknowledged.
         self._asked = self._acknowledged = 0
@@ -86,20 +65,14 @@ class ShardCopies:
 
     @property
     def behind(self) -> bool:
-        """Whether the next server has still to confirm that it has received updates.
-
-        Updates for which servers vote are not counted, because the votes confirm them.
-        """
+        """Whether the next server has still to confirm that it has received updates."""
+        # Updates for which servers vote are not counted, because the votes confirm them.
         return self._asked > self._acknowledged
 
     # -- this server's shard ---------------------------------------------------------------
 
     def forward(self, number: int, actions: Sequence[Action]) -> None:
-        """Merge the pushes of each update in `actions`, and send the gradients to the next server.
-
-        `number` is the number of the model. Later `Hosted.apply` uses the merged gradients, in the
-        same order.
-        """
+        """Merge the gradients of each update in `actions`, and send them to the next server."""
         model = self._models[number]
         mode, layout = model.gate.consistency, model.shard.layout
         updates = [each for each in actions if isinstance(each, Apply)]
@@ -130,16 +103,15 @@ class ShardCopies:
             self._link.send(buffer, total, self._after, COPY)
             self.sent += 1
             self._asked += not mode.holds
+            # Used by a later `Hosted.apply`, in the same order.
             model.merged.append(merged)
 
     def answered_later(self, model, answer) -> bool:
-        """Whether an answer to a worker must wait until the next server has this model's updates.
-
-        If so, `listen` returns the answer later. If servers vote before they apply a step, no
-        answer waits, because a server votes only when it has the updates for its copy.
-        """
+        """Whether an answer must wait until the next server has this model's updates."""
+        # With votes no answer waits: a server votes only when it has the updates for its copy.
         waits = not model.gate.consistency.holds and self._asked > self._acknowledged
         if waits:
+            # `listen` returns it later.
             self._unanswered.append((self._asked, answer))
         return waits
 
@@ -152,10 +124,7 @@ class ShardCopies:
     # -- the copy --------------------------------------------------------------------------
 
     def listen(self) -> list:
-        """Receive updates for copies, and the next server's confirmations of updates.
-
-        Returns the answers to workers that need no longer wait for the next server.
-        """
+        """Receive updates and confirmations; return the answers that need wait no longer."""
         comm, tag, status = self._link.comm, self._link.tag + COPY, MPI.Status()
         for rank in {self._before, self._after}:
             while True:
@@ -192,17 +161,11 @@ class ShardCopies:
         self._link.tell(ACKNOWLEDGE, message.source, COPY)
 
     def has(self, number: int, clock: int) -> bool:
-        """Whether this server has received the updates of the step `clock` for a model's copy.
-
-        `number` is the number of the model.
-        """
+        """Whether this server has the updates of the step `clock` for its copy of a model."""
         return (number, clock) in self._here
 
     def apply(self, number: int, clocks: int) -> None:
-        """Make the received updates of the first `clocks` steps in this server's copy.
-
-        `number` is the number of the model.
-        """
+        """Make the received updates of the first `clocks` steps in the copy of model `number`."""
         waiting = self._waiting[number]
         while waiting and waiting[0].clock < clocks:
             update = waiting.popleft()
@@ -210,10 +173,8 @@ class ShardCopies:
             self._update(update.header, update.buffer)
 
     def forget(self, number: int) -> None:
-        """Drop the received updates that are not made yet, because workers repeat their step.
-
-        Called after a death. `number` is the number of the model.
-        """
+        """After a death, drop the received updates of model `number` that are not made yet."""
+        # The workers repeat their step.
         self._waiting.pop(number, None)
 
     def _update(self, header: Header, buffer: np.ndarray) -> None:
@@ -233,9 +194,9 @@ class ShardCopies:
     # -- the beginning ---------------------------------------------------------------------
 
     def fill(self, number: int) -> None:
-        """Send this server's part of model `number` to the next server, which makes its copy equal.
+        """Send this server's part of model `number` to the next server, and receive the copy.
 
-        All servers call this method before they serve, so each also receives its copy.
+        All servers call this method before they serve.
         """
         link, model = self._link, self._models[number]
         mine, copied = all_ranges(model.shard), all_ranges(model.copy)

@@ -16,10 +16,7 @@ Ranges = tuple[np.ndarray, ...]
 
 
 def all_ranges(shard: ServerShard) -> Ranges:
-    """Return 1-D views of all arrays of a server's part of a model.
-
-    They are the parameters, and the arrays and the scalars of the optimizer state.
-    """
+    """Return 1-D views of all arrays (parameters, optimizer state) of a server's part."""
     kinds, scalars = _tables(shard)
     arrays = [array.reshape(-1) for table in kinds for _, array in table.values()]
     return (*arrays, *(leaf.reshape(-1) for leaf in scalars.values()))
@@ -31,11 +28,7 @@ def range_bytes(ranges: Ranges) -> int:
 
 
 def shared_ranges(shard: ServerShard, layout: ServerLayout, server: int) -> Ranges:
-    """Return those elements of `shard` that server number `server` of another layout also holds.
-
-    They are returned as 1-D views of the parameters and of the optimizer state in `shard`, which is
-    a server's part of the model.
-    """
+    """Return 1-D views of the elements of `shard` that another layout puts on `server`."""
     common = []
     for piece in shard.layout.pieces[shard.server]:
         for other in layout.pieces[server]:
@@ -88,7 +81,7 @@ def set_scalars(shard: ServerShard, scalars: dict[str, str]) -> None:
 
 
 def _tables(shard: ServerShard) -> tuple[list[dict], dict[str, np.ndarray]]:
-    """Return a list of dicts (tensor -> (start, array)), and a dict of the optimizer's scalars.
+    """Return a list of dicts (tensor to (start, array)), and a dict of the optimizer's scalars.
 
     The list has a dict for the parameters, and one for each kind of optimizer state.
     """

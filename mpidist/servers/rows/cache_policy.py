@@ -1,7 +1,4 @@
-"""How many rows a worker keeps in its cache (`row_cache`), and for how long. Without MPI.
-
-`md.train` uses this module to check its settings before MPI begins.
-"""
+"""How many rows a worker keeps in its cache (`row_cache`), and for how long. Without MPI."""
 
 from __future__ import annotations
 
@@ -49,14 +46,8 @@ class RowCache:
 def row_cache(model: str, given, consistency: Consistency, stale) -> RowCache | None:
     """Return the argument `cache_rows` of `ServerGroup.add` as a `RowCache`, or None for no cache.
 
-    `given` is this argument, `model` is the name of the model, and `consistency` and `stale` are
-    its mode and its policy for stale gradients.
-
-    Raises
-    ------
-    ConfigError
-        `given` is neither a number of rows nor a `RowCache`, or the mode or the policy for stale
-        gradients does not allow a cache.
+    Raises ConfigError if it is neither a number of rows nor a `RowCache`, or if the mode or the
+    policy for stale gradients does not allow a cache.
     """
     if given is None:
         return None

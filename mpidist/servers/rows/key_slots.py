@@ -2,11 +2,9 @@
 
     key 9041 -> cell 5: taken by another key -> cell 6: key 9041, place 12 -> row 12 of the arrays
 
-The table uses open addressing: a key with the hash h is in the first free of the cells h, h + 1,
-h + 3, h + 6, ... modulo the number of cells. The number of cells is a power of two, and at most
-half of them are used. All keys of a call look at their first cell at the same time, then at their
-second cell, and so on. The number of NumPy operations of a call is therefore the number of steps of
-the longest search, about 8. This module uses no MPI.
+The table uses open addressing: a key with the hash h is in the first free of the cells h, h + 1, h
++ 3, h + 6, ... modulo the number of cells, of which at most half are used. All keys of a call are
+looked up together, so a call takes as many NumPy operations as the longest search has steps.
 """
 
 from __future__ import annotations
@@ -36,13 +34,7 @@ def mixed(keys: np.ndarray) -> np.ndarray:
 
 
 class KeySlots:
-    """A mapping of distinct int64 keys to places, which are whole numbers from 0 on.
-
-    Attributes
-    ----------
-    count : int
-        How many keys the mapping has.
-    """
+    """A mapping of distinct int64 keys to places, which are whole numbers from 0 on."""
 
     def __init__(self):
         self.clear()
@@ -127,17 +119,7 @@ class KeySlots:
 
 
 class KeyRows:
-    """Rows of arrays, found by 64-bit keys: each key has a place, which is an index of the arrays.
-
-    Attributes
-    ----------
-    keys : ndarray of int64
-        The key of each place; without a meaning where `live` is false.
-    live : ndarray of bool
-        Which places have a key.
-    columns : dict of str to ndarray
-        The arrays. Each has one entry for each place, so its first axis has the length `capacity`.
-    """
+    """Rows of arrays, found by 64-bit keys: each key has a place, an index of the arrays."""
 
     def __init__(self, **columns: tuple[tuple[int, ...], Any]):
         self._kinds = columns
@@ -146,6 +128,7 @@ class KeyRows:
     def clear(self) -> None:
         """Remove all keys, and free the memory of the arrays."""
         self._slots, self._free, self._next = KeySlots(), np.empty(0, np.int64), 0
+        # The key of each place, and which places have a key.
         self.keys, self.live = np.empty(0, np.int64), np.empty(0, bool)
         self.columns = {name: np.zeros((0, *s), t) for name, (s, t) in self._kinds.items()}
 
@@ -168,10 +151,7 @@ class KeyRows:
         return self._slots.find(keys)
 
     def short_of(self, more: int) -> int:
-        """Return the capacity to which the arrays must grow before `more` new keys can be added.
-
-        Returns 0 if the arrays have room for the new keys.
-        """
+        """Return the capacity that the arrays need for `more` new keys; 0 if they have room."""
         need = len(self) + more
         return max(64, need, min(2 * self.capacity, need + need // 2)) * (need > self.capacity)
 
@@ -204,10 +184,7 @@ class KeyRows:
         self._free = np.concatenate([self._free, places])
 
     def compacted(self) -> np.ndarray:
-        """Move all keys and entries to the front of the arrays, and free the memory behind them.
-
-        Returns the old place (index) of each key, in the order of the new places.
-        """
+        """Move all keys to the front of the arrays; return their old places, in the new order."""
         places = np.flatnonzero(self.live)
         keys, columns = self.keys[places], {n: a[places] for n, a in self.columns.items()}
         self.clear()

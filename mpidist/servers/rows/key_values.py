@@ -1,8 +1,7 @@
 """Compute which server has a key of an open table, and the initial values of its row. Without MPI.
 
-The server and the values are computed from hashes of the key, so any rank can compute them for any
-key at any time. A row thus has the same initial values on any number of servers, and a pull gets
-the same values before the row is made.
+Both are computed from hashes of the key. So a row has the same initial values on any number of
+servers, and a pull gets the same values before the row is made.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ _STEP = 0x9E3779B97F4A7C15  # odd, so the words of a row have different numbers 
 
 
 def owners(keys: np.ndarray, shares: Sequence[float]) -> np.ndarray:
-    """Return the number of the server that has each key of an open table.
-
-    `shares` has the fraction of all keys that each server has.
-    """
+    """Return the number of the server that has each key of an open table."""
     if len(shares) == 1:
         return np.zeros(len(keys), np.int64)
     ends = np.cumsum(shares)[:-1] * 2.0**32
@@ -34,9 +30,7 @@ def initial_rows(
 ) -> np.ndarray:
     """Return the initial values of the rows of `keys` in an open table, one row per key.
 
-    The values depend only on the seed, the name of the table and the key. `width` is the number of
-    elements of a row. `init` is the kind of the values ("zeros", "constant", "uniform" or "normal")
-    and their scale. A normal value comes from two hashes, by the method of Box and Muller.
+    The values depend only on the seed, the name of the table and the key.
     """
     kind, scale = init
     if kind in ("zeros", "constant"):
@@ -47,6 +41,7 @@ def initial_rows(
     words = mixed((mixed(keys) ^ salt)[:, None] + steps)
     if kind == "uniform":
         return ((2 * _fractions(words) - 1) * scale).astype(dtype)
+    # The method of Box and Muller makes a normal value from two hashes.
     angle, length = (
         _fractions(mixed(words)),
         1 - _fractions(words),

@@ -15,8 +15,7 @@ class OpenRows:
     Pass it to `ServerGroup.add` as the policy of a table, ``rows={"e": md.OpenRows()}``, or pass
     ``rows={"e": "open"}`` for the defaults. In the argument `model`, such a table is for example
     ``((None, 16), "f4", "normal")``. Pushes and pulls have keys instead of row numbers. Keys are
-    int64 or uint64, and two keys with the same bits are equal. A hash of the key decides which
-    server has its row.
+    int64 or uint64, and two keys with the same bits are equal.
 
     A pull makes no row. If a key has no row, the pull returns the initial values of the key, which
     depend on the seed, the table's name and the key. With `min_count`, rare keys get no row, as

@@ -3,9 +3,8 @@
     a push of keys -> counts of keys without a row -> rows, once a key has `min_count` pushes
     a pull of keys -> the values of their rows, or the initial values of the keys
 
-The values are in the table's 1-D parameter array, and the optimizer's state has arrays of the same
-shape. Each key with a row has a place, the index of its row in these arrays. The optimizer updates
-only these rows. The arrays have room for more rows than exist, and grow if needed.
+Each key with a row has a place, the index of its row in the table's parameter array and in the
+arrays of the optimizer's state. The arrays have room for more rows than exist, and grow if needed.
 """
 
 from __future__ import annotations
@@ -25,33 +24,14 @@ _FEW = 1 << 20  # if a table grows by fewer bytes, the free memory is not checke
 
 
 class OpenTable:
-    """One server's rows of an open table, which is a table whose rows are made by pushes of keys.
-
-    Parameters
-    ----------
-    shard : ServerShard
-        The server's part of the model, with the parameters, the optimizer and its state.
-    kind : Tensor
-        The table; `kind.open` is its `OpenRows`.
-    init : (str, float)
-        The kind of the initial values (such as "normal") and their scale.
-    seed : int
-        The seed of the initial values.
-
-    Attributes
-    ----------
-    rows : KeyRows
-        The keys that have a row. The column "touched" has the clock (step) of each key's newest
-        push.
-    waiting : KeyRows
-        If `min_count` is above 1: the pushed keys that have no row yet, with the columns "count"
-        (number of pushes) and "touched".
-    """
+    """One server's rows of an open table, which is a table whose rows are made by pushes."""
 
     def __init__(self, shard: Any, kind: Tensor, init: tuple[str, float], seed: int):
         self._shard, self.kind, self._init, self._seed = shard, kind, init, seed
         self.name, self.width = kind.name, kind.width
+        # The keys that have a row, with the clock of their newest push.
         self.rows = KeyRows(touched=((), np.int64))
+        # With `min_count` above 1: the pushed keys without a row, and how often they were pushed.
         self.waiting = KeyRows(touched=((), np.int64), count=((), np.int32))
         assert kind.open is not None  # the caller makes only open tables
         self._policy, self._least = kind.open, kind.open.min_count
@@ -82,19 +62,9 @@ class OpenTable:
     def pushed(
         self, keys: np.ndarray, gradient: np.ndarray, all_keys: Sequence[np.ndarray], clock: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Make the rows of pushed keys that need one; return where the gradient is to be added.
+        """Make the rows of pushed keys that need one; return (rows, gradient of each row).
 
-        Returns (rows, values): rows of the table's parameter array, and the gradient of each of
-        them. Keys that were pushed fewer than `min_count` times are left out.
-
-        Parameters
-        ----------
-        keys, gradient : ndarray
-            The distinct keys in ascending order, and the sum of the gradients of each key.
-        all_keys : sequence of ndarray
-            For each push, its distinct keys.
-        clock : int
-            The clock (step) of the pushes.
+        Keys that were pushed fewer than `min_count` times are left out.
         """
         places = self.rows.find(keys)
         absent = places < 0
@@ -135,10 +105,7 @@ class OpenTable:
     def _make(self, keys: np.ndarray, clock: int) -> None:
         """Make rows for distinct keys, with their initial values and the optimizer's first state.
 
-        Raises
-        ------
-        ConfigError
-            There would be more rows than `max_rows` allows, or than fit into the memory.
+        Raises ConfigError if there are more than `max_rows` rows, or more than fit into the memory.
         """
         if not keys.size:
             return
@@ -192,12 +159,9 @@ class OpenTable:
     # -- unused rows, and the report -----------------------------------------------------------
 
     def drop(self, before: int) -> int:
-        """Free the rows whose newest push was before the clock (step) `before`.
-
-        Returns the number of these rows. The counts of pushes of keys without a row are also
-        forgotten, if the key's newest push was before that clock.
-        """
+        """Free the rows whose newest push was before the step `before`; return their number."""
         for table in (self.waiting, self.rows):
+            # Of keys without a row, the counts of pushes are forgotten.
             old = np.flatnonzero(table.live & (table.columns["touched"] < before))
             table.remove(old)
         if 4 * len(self.rows) < self.rows.capacity:
@@ -226,19 +190,15 @@ class OpenTable:
     # -- saving ------------------------------------------------------------------------------
 
     def saved(self, array: np.ndarray) -> tuple[str, np.ndarray, np.ndarray]:
-        """Return (name of the table, keys, their rows in `array`), to save the table.
-
-        `array` is the table's parameter array, or an array of the optimizer's state.
-        """
+        """Return (name of the table, keys, their rows in `array`), to save the table."""
         places, keys = self._sorted(self.rows)
         return self.name, keys, self._table(array)[places]
 
     def saved_counts(self, clock: int) -> tuple[str, np.ndarray, np.ndarray]:
         """Return (name of the table, keys, counts), to save how often keys were pushed.
 
-        `counts` has a row (age, count) for each key. The age is the number of clocks (steps) from
-        the key's newest push to `clock`. The count is the number of counted pushes, or -1 for a key
-        with a row.
+        `counts` has for each key the steps since its newest push, and the number of its pushes, or
+        -1 if it has a row.
         """
         parts = []
         for table, count in ((self.rows, None), (self.waiting, "count")):
@@ -258,14 +218,8 @@ class OpenTable:
     def load(self, saved: Mapping, clock: int) -> None:
         """Replace all rows by those of the keys in `saved` that belong to this server.
 
-        `saved` is the dict of arrays that `ServerGroup.shards` returns, or such dicts of any number
-        of servers joined into one. `clock` is the present clock (step) of the training.
-
-        Raises
-        ------
-        ConfigError
-            `saved` does not have this table, the optimizer's state of a row is missing, or there
-            are too many rows.
+        `saved` has the form of a result of `ServerGroup.shards`. Raises ConfigError if it lacks the
+        table or the optimizer's state of a row, or has too many rows.
         """
         pieces = list(self._mine(saved["parameters"]))
         if not pieces:
@@ -314,8 +268,5 @@ class OpenTable:
 
 
 def most_rows(max_rows: int, share: float) -> int:
-    """Return the largest number of rows on a server that has this share of an open table.
-
-    `max_rows` is the largest number of rows on all servers together.
-    """
+    """Return the largest number of rows on a server that has this share of an open table."""
     return max(1, round(max_rows * share))

@@ -3,18 +3,10 @@
     SSP(2), a worker at clock 7        row 3: has all updates before clock 6    used
                                        row 9: has all updates before clock 4    asked for again
 
-The cache works like the process cache of SSPTable in Petuum. Each answer says how far the worker is
-ahead of the slowest worker. So the worker knows the clock c of the slowest worker, and the values
-in the answer have all updates of all workers from the clocks before c. At clock t the worker may
-use these values as long as ``c >= t - bound``, because a pull at clock t would not guarantee more
-updates. (In this case the worker may also begin the step without asking any server, because the
-slowest worker has finished clock t - bound - 1.) Under BSP, a worker asks for each row once in each
-clock.
-
-A worker always sees its own pushes. If an update depends only on the gradient, as with `sgd` and a
-constant learning rate, the worker applies its pushes to its cached rows. Otherwise it drops these
-rows from the cache. Under BSP and SSP(0) the worker does neither: it uses a row only in the clock
-in which it fetched the row, and servers apply the pushes of a clock only after its end.
+A clock is a step. Each answer of a server says how far the slowest worker is; if it is at clock c,
+the values in the answer have all updates from the clocks before c. Let `bound` be the number of
+steps that a worker may be ahead of the slowest worker. At clock t the worker may use the values as
+long as ``c >= t - bound``, because a new request would not guarantee more updates.
 
 Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS
 2013; Wei et al., "Managed communication and consistency for fast data-parallel iterative
@@ -39,16 +31,14 @@ from .key_slots import KeyRows
 
 
 class CachedTable:
-    """The rows of one table that a worker has fetched and keeps for later pulls.
-
-    For each row there are four columns. ``values``: the row. ``has``: the row has all updates of
-    all workers before this clock (step). ``came``: the worker's clock when it fetched the row.
-    ``used``: the number of the newest call in which a pull has named the row.
-    """
+    """The rows of one table that a worker has fetched and keeps for later pulls."""
 
     def __init__(self, tensor: Tensor, most: int):
         self.tensor, self.most = tensor, most
         row = (tensor.width,), tensor.dtype
+        # "has": the row has all updates of all workers before this clock. "came": the worker's
+        # clock when it fetched the row. "used": the number of the newest call in which a pull has
+        # named the row.
         self.rows = KeyRows(
             values=row, has=((), np.int64), came=((), np.int64), used=((), np.int64)
         )
@@ -58,14 +48,10 @@ class CachedTable:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Find which wanted rows the cache has, and which of them are new enough for a pull.
 
-        A row is new enough in two cases. The worker has fetched it in this `clock` (step). Or the
-        row has all updates of all workers before the clock `oldest`, as the consistency mode
-        requires, and the worker has fetched it in the clock `earliest` or later, as
-        `RowCache.max_age` requires. A row that is not new enough must be fetched again.
-
+        A row is new enough if the worker has fetched it in this step (`clock`), or if the row has
+        all updates before the step `oldest` and was fetched in the step `earliest` or later.
         Returns the place of each row in the cache (-1 if it is not there), and a boolean array that
-        says which rows are new enough. `now` is the number of this call, from which the cache knows
-        which rows were used longest ago.
+        says which rows are new enough.
         """
         places = self.rows.find(keys)
         columns = self.rows.columns
@@ -77,12 +63,7 @@ class CachedTable:
         return places, good
 
     def keep(self, keys: np.ndarray, values: np.ndarray, has: int, came: int, now: int) -> None:
-        """Store rows that were fetched, and drop other rows if the cache has too many.
-
-        The rows have all updates of all workers before the clock (step) `has`, were fetched in the
-        clock `came`, and are named by the call number `now`. If there are more rows than
-        `RowCache.rows`, those that were used longest ago are dropped.
-        """
+        """Store rows that were fetched; if there are too many, drop those used longest ago."""
         if len(keys) > self.most:
             keys, values = keys[: self.most], values[: self.most]
         places = self.rows.find(keys)
@@ -107,17 +88,13 @@ class CachedTable:
     def wrote(
         self, keys: np.ndarray, gradient: np.ndarray, update: OwnUpdate | None, weight: float
     ):
-        """Apply this worker's own push to those rows of `keys` that the cache has, or drop them.
-
-        `gradient` has the gradient of each of `keys`. The learning rate of this update is
-        multiplied by `weight`. The rows are dropped if `update` is None, because the worker
-        then cannot compute the update itself.
-        """
+        """Apply this worker's own gradients to the cached rows of `keys`, or drop these rows."""
         places = self.rows.find(keys)
         here = places >= 0
         places = places[here]
         if not places.size:
             return
+        # The worker cannot compute the update itself.
         if update is None or (self.tensor.open is not None and self.tensor.open.min_count > 1):
             self.rows.remove(places)
         elif weight:
@@ -127,12 +104,9 @@ class CachedTable:
 
 
 class OwnUpdate:
-    """Applies a worker's own push to its cached rows, as the servers apply it to theirs.
+    """Applies a worker's own gradients to its cached rows, as the servers apply them."""
 
-    The class works only with optimizers that add a constant multiple of the gradient to the
-    parameters.
-    """
-
+    # Only for optimizers that add a constant multiple of the gradient to the parameters.
     def __init__(self, optimizer):
         self._optimizer = optimizer
 
@@ -145,10 +119,10 @@ class OwnUpdate:
 
 
 def own_update(optimizer) -> OwnUpdate | None:
-    """Return the function by which a worker applies its own pushes to its cached rows.
+    """Return the function that applies a worker's own gradients to its cached rows.
 
-    Returns None if the worker cannot compute the update from the push alone: the optimizer must
-    have a constant learning rate, no state for each element, and no decay.
+    Returns None if the worker cannot compute the update from the gradients alone: the optimizer
+    must have a constant learning rate, no state for each element, and no decay.
     """
     settings = getattr(optimizer, "settings", {})
     rate = settings.get("lr") if isinstance(settings, Mapping) else None
@@ -160,29 +134,7 @@ def own_update(optimizer) -> OwnUpdate | None:
 
 
 class CachedRows:
-    """The cached rows of all tables of a model on one worker.
-
-    The worker's client asks this object for rows; the object asks the servers for rows that it does
-    not have, or that are too old.
-
-    Parameters
-    ----------
-    policy : RowCache
-    layout : ServerLayout
-    workers : int
-        The number of workers.
-    asked : Request
-        The arguments with which the model was added.
-    modes : ClientModes
-        The consistency mode of each clock (step).
-
-    Attributes
-    ----------
-    hits, misses : int
-        How many distinct rows of all pulls came from the cache, and how many from servers.
-    quiet : int
-        The number of pulls that asked no server.
-    """
+    """The cached rows of all tables of a model on one worker."""
 
     def __init__(
         self, policy: RowCache, layout: ServerLayout, workers: int, asked: Any, modes: Any
@@ -191,25 +143,20 @@ class CachedRows:
         self._batch, self._modes, self._mode = asked.global_batch, modes, asked.consistency
         self._update: OwnUpdate | None = own_update(asked.optimizer)
         self._next: tuple[int, OwnUpdate | None] = (sys.maxsize, None)
+        # Distinct rows from the cache and from servers, and pulls that asked no server.
         self.hits = self.misses = self.quiet = self._now = 0
         self.clear()
 
     def use_layout(self, layout: ServerLayout) -> None:
-        """Use another division of the tables between the servers; drop all cached rows.
-
-        Rows of a table that are dealt to the servers one by one may have other numbers in the new
-        layout.
-        """
+        """Use another division of the tables between the servers; drop all cached rows."""
+        # Rows of a table that are dealt to the servers may have other numbers in the new layout.
         self._layout = layout
         self.clear()
 
     def change_optimizer(self, optimizer, clock: int) -> None:
-        """Record that the optimizer changes in the step `clock`.
-
-        The servers use the new optimizer when all workers have requested it. Until an answer shows
-        that all workers have finished `clock`, this worker drops cached rows that it pushes,
-        because it cannot know with which optimizer a server updates them.
-        """
+        """Record that the optimizer changes in the step `clock`."""
+        # Servers use the new optimizer when all workers have requested it. Until an answer shows
+        # that all have finished `clock`, this worker drops cached rows that it pushes.
         self._update, self._next = None, (clock, own_update(optimizer))
 
     def clear(self) -> None:
@@ -221,19 +168,14 @@ class CachedRows:
         }
 
     def stats(self) -> dict[str, int]:
-        """Return the counts "hits", "misses", "quiet" (pulls that asked no server) and "rows".
-
-        "hits" and "misses" count rows that came from the cache and from servers; "rows" is the
-        number of rows that the cache has now. `Client.stats` returns these counts.
-        """
+        """Return the counts "hits", "misses", "quiet" and "rows" that `Client.stats` explains."""
         rows = sum(len(table.rows) for table in self._tables.values())
         return {"hits": self.hits, "misses": self.misses, "quiet": self.quiet, "rows": rows}
 
     def wrote(self, pushes: Mapping, samples: int | None, clock: int) -> None:
-        """Apply a push that this worker makes in the step `clock` to its cached rows, or drop them.
-
-        Does nothing in modes in which servers hold pushes until all workers have finished the step.
-        """
+        """Apply this worker's gradients of the step `clock` to its cached rows, or drop them."""
+        # In modes that hold pushes until the end of the step, a row is used only in the step in
+        # which it was fetched, before its push is applied.
         if self._modes.at(clock).holds:
             return
         weight = 0.0 if samples == 0 else 1.0 / self._workers
@@ -249,12 +191,10 @@ class CachedRows:
     def ask(
         self, requests: Any, flags: int, wanted: dict, results: dict, pushes, samples, known
     ) -> tuple[list[Header], float]:
-        """Push, and pull into `results`; ask servers only for what is not in the cache.
+        """Send gradients, and get parameters into `results`; ask only for what is not cached.
 
-        The arguments are those of `ClientRequests.ask`, which sends the requests.
-
-        Returns the headers of the answers, and the seconds waited. There are no headers if no
-        server had to be asked.
+        The arguments are those of `ClientRequests.ask`. Returns the headers of the answers, and the
+        seconds waited; there are no headers if no server was asked.
         """
         if flags & PUSH:
             self.wrote(pushes, samples, requests.clock)
@@ -301,7 +241,7 @@ class CachedRows:
 
 
 class LookUp:
-    """The rows of one table that a pull names: which rows are cached, and which rows are not."""
+    """The rows of one table that a worker asks for: which are cached, and which are not."""
 
     def __init__(self, table: CachedTable, rows: np.ndarray, *clocks: int):
         self.table, tensor = table, table.tensor
@@ -316,12 +256,7 @@ class LookUp:
         self._values[self.good] = table.rows.columns["values"][places[self.good]]
 
     def take(self, has: int, came: int, now: int) -> None:
-        """Store the fetched rows in the cache.
-
-        The rows were fetched in the worker's clock (step) `came`, and have all updates of all
-        workers before the clock `has`. `now` is the number of the call, from which the cache knows
-        which rows were used longest ago.
-        """
+        """Store the fetched rows in the cache."""
         values = self.fetched.reshape(len(self.absent), self.table.tensor.width)
         self._values[~self.good] = values
         self.table.keep(self._keys[~self.good], values, has, came, now)
@@ -332,9 +267,6 @@ class LookUp:
 
 
 def cached_rows(asked: Any, layout: ServerLayout, workers: int, modes: Any) -> CachedRows | None:
-    """Return the cache of a worker for a model; None if the model has no cache.
-
-    The parameters of `CachedRows` explain the arguments.
-    """
+    """Return the cache of a worker for a model; None if the model has no cache."""
     policy = row_cache(asked.name, asked.cache_rows, asked.consistency, asked.stale)
     return None if policy is None else CachedRows(policy, layout, workers, asked, modes)

@@ -17,12 +17,7 @@ SPREADS = ("ranges", "rows")
 
 
 def row_policies(model: str, shapes: Mapping[str, tuple], rows, spread) -> dict[str, RowPolicy]:
-    """Return how each tensor of a model is updated and divided, as a `RowPolicy` by name.
-
-    `shapes` has the shape of each tensor, which is ``(None, ...)`` for an open table. `rows` and
-    `spread` are the arguments of `ServerGroup.add`: each is a policy for all tensors, or a mapping
-    of names to policies.
-    """
+    """Return how each tensor of a model is updated and divided, as a `RowPolicy` by name."""
     found, names = {}, shapes.keys()
     for argument, given, known in (("rows", rows, ROWS), ("spread", spread, SPREADS)):
         each = dict(given) if isinstance(given, Mapping) else dict.fromkeys(names, given)
@@ -66,10 +61,7 @@ def _check_open(model: str, name: str, shape: tuple, rows) -> None:
 
 
 def check_row_optimizer(model: str, policies: Mapping[str, RowPolicy], optimizer) -> None:
-    """Raise ConfigError if updates must change only pushed rows, and the optimizer cannot do that.
-
-    `policies` has the `RowPolicy` of each tensor of the model.
-    """
+    """Raise ConfigError if updates must change only pushed rows, and the optimizer cannot."""
     lazy = [name for name, policy in policies.items() if policy.rows != "dense"]
     if lazy and not getattr(optimizer, "rows", ""):
         kind = getattr(optimizer, "name", type(optimizer).__name__)
@@ -80,13 +72,9 @@ def check_row_optimizer(model: str, policies: Mapping[str, RowPolicy], optimizer
 
 
 def check_open_tables(asked, policies: Mapping[str, RowPolicy]) -> None:
-    """Raise ConfigError if a model has open tables, but its policy `stale` does not allow them.
-
-    A policy that needs copies of pulled parameters does not allow open tables, because servers keep
-    no copies of these tables. `asked` has the arguments of `ServerGroup.add`, and `policies` the
-    `RowPolicy` of each tensor.
-    """
+    """Raise ConfigError if a model has open tables, but its policy `stale` does not allow them."""
     tables = [name for name, policy in policies.items() if policy.rows == "open"]
+    # Such a policy needs copies of pulled parameters, which servers do not keep of open tables.
     if tables and asked.stale.compensates:
         raise ConfigError(
             f"model {asked.name!r}: {tables[0]!r} has open rows, of which servers keep no copies "
@@ -95,10 +83,7 @@ def check_open_tables(asked, policies: Mapping[str, RowPolicy]) -> None:
 
 
 def check_open_group(model: str, policies: Mapping[str, RowPolicy], elastic: bool) -> None:
-    """Raise ConfigError if a model with open tables is added in an elastic run (`elastic`).
-
-    `model` is the name of the model, and `policies` has the `RowPolicy` of each tensor.
-    """
+    """Raise ConfigError if a model with open tables is added in an elastic run (`elastic`)."""
     tables = [name for name, policy in policies.items() if policy.rows == "open"]
     if tables and elastic:
         raise ConfigError(

@@ -13,11 +13,7 @@ def is_ascending(rows: np.ndarray) -> bool:
 
 
 def sum_equal_rows(rows: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct rows in ascending order, and the sum of the values of each row.
-
-    `rows` may name a row several times. Its values are added in the order of `rows`; values of half
-    precision are added in single precision.
-    """
+    """Return the distinct rows in ascending order, and the sum of the values of each row."""
     if is_ascending(rows):
         return rows, values
     order = np.argsort(rows, kind="stable")
@@ -25,6 +21,7 @@ def sum_equal_rows(rows: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np
     first = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
     if len(first) == len(rows):
         return rows, values[order]
+    # Half precision is added in single precision.
     wide = values[order].astype(np.promote_types(values.dtype, np.float32), copy=False)
     return rows[first], np.add.reduceat(wide, first, axis=0)
 
@@ -42,8 +39,7 @@ def merge_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the weighted sum of gradients of rows, as (rows, values) with distinct rows.
 
-    Each of `parts` is (weight, rows, values). The values are multiplied by the weight in place, and
-    values of the same row are added in the order of `parts`. The result has the type `dtype`.
+    Each of `parts` is (weight, rows, values); the values are multiplied by the weight in place.
     """
     wide = np.promote_types(dtype, np.float32)  # half precision is rounded once, at the end
     scaled = []

@@ -17,13 +17,8 @@ from ...errors import ConfigError
 def fill_pieces(targets: Sequence, sources: Iterable, what: str) -> None:
     """Copy saved elements of tensors into the arrays of `targets`, from any of the `sources`.
 
-    Both are sequences of (tensor, first element, 1-D array) or (tensor, rows, 2-D array). `what` is
-    what error texts call the targets.
-
-    Raises
-    ------
-    ConfigError
-        Elements of a target are in no source.
+    Both are sequences of (tensor, first element, 1-D array) or (tensor, rows, 2-D array). Raises
+    ConfigError if elements of a target are in no source.
     """
     sources = list(sources)
     for tensor, where, array in targets:

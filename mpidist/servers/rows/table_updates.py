@@ -22,16 +22,7 @@ UPDATES = ("add", "assign")
 
 
 class TableUpdate:
-    """Used by servers in place of an optimizer: adds pushed values to the parameters, or sets them.
-
-    Parameters
-    ----------
-    name : str
-        "add" or "assign".
-    replaced : object
-        The optimizer that the user has also given, or None. An optimizer together with `update` is
-        an error, which `check_update` raises.
-    """
+    """An optimizer's substitute that adds pushed values to the parameters, or sets them."""
 
     elementwise, rows = True, "exact"
 
@@ -61,8 +52,8 @@ class TableUpdate:
 def chosen_update(optimizer: Any, update: Any, clip_norm: Any) -> tuple[Any, Any]:
     """Return the optimizer of a model and its `clip_norm`, from the arguments of `ServerGroup.add`.
 
-    `update` ("add" or "assign") gives a `TableUpdate` in place of an optimizer. For an optimizer of
-    `optim.clipped`, returns the optimizer inside it and its norm.
+    If the user gives `update`, the optimizer is a `TableUpdate`. For an optimizer made by
+    `optim.clipped`, the function returns the optimizer inside it and its norm.
     """
     if update is not None:
         return TableUpdate(update, optimizer), clip_norm
@@ -100,14 +91,12 @@ def check_update(asked: Any) -> None:
 def newest_values(
     shard: ServerShard, pushes: Sequence[tuple[float, Parts]]
 ) -> tuple[dict[str, Any], float] | None:
-    """Return ({name: values}, 1.0), with the values to which pushes set parameters; or None.
+    """Return the values to which pushes set parameters, by name, and 1.0; or None without pushes.
 
-    `values` is an array for a whole tensor, or a tuple (rows, values) for some rows of a table. 1.0
-    is the weight of the update. Each of `pushes` is a pair (share, [(part, values), ...]): a push
-    with share 0 has no effect, and a part is a tensor or some of its rows. Where several pushes set
-    the same row, the last push counts. The result is None if all shares are 0.
+    The values are an array for a whole tensor, or a tuple (rows, values) for some rows of a table.
     """
     found: dict[str, Any] = {}
+    # A push is (share, [(part, values), ...]), and has no effect with share 0.
     pushes = [push for push in pushes if push[0]]
     for _, parts in pushes:
         for part, view in parts:

@@ -17,10 +17,7 @@ _KEY_BYTES = 72
 
 
 def ask_to_drop(client, unused_for: int) -> int:
-    """Let all servers free unused rows of open tables, for `Client.drop`; return how many.
-
-    A row is unused if no push has named it in the last `unused_for` clocks (steps).
-    """
+    """Let all servers free unused rows of open tables, for `Client.drop`; return how many."""
     whole = checked_whole(f"drop rows of {client.name!r}: unused_for", unused_for, 1)
     if not any(tensor.open is not None for tensor in client.layout.tensors):
         raise ConfigError(f"drop rows of {client.name!r}: the model has no table of open rows")
@@ -43,10 +40,7 @@ def ask_to_drop(client, unused_for: int) -> int:
 
 
 def drop_rows(link, model, rank: int, header: Header) -> None:
-    """Free unused rows of a model on this server, and send their number to worker rank `rank`.
-
-    `header` is the header of the worker's request, which says how long a row must be unused.
-    """
+    """Free unused rows of a model on this server, and send their number to worker rank `rank`."""
     before = model.gate.slowest() - header.samples
     count = sum(table.drop(before) for table in model.shard.open.values())
     buffer = link.pool.take(HEADER_BYTES)
@@ -55,19 +49,17 @@ def drop_rows(link, model, rank: int, header: Header) -> None:
 
 
 def table_facts(shard) -> dict[str, dict[str, int]]:
-    """Return a dict: name of each open table on a server -> its numbers of rows and of bytes."""
+    """Return the numbers of rows and of bytes of each open table on a server, by name."""
     return {table.name: table.facts() for table in shard.open.values()}
 
 
 def open_bytes(layout: ServerLayout, server: int, copies: float) -> int:
-    """Return how many bytes the open tables of a server take if they have as many rows as allowed.
-
-    Only tables with `max_rows` count. `copies` is the number of bytes of optimizer state per byte
-    of parameters.
-    """
+    """Return how many bytes the open tables of a server take if they have `max_rows` rows."""
     total = 0.0
+    # Only tables with `max_rows` count.
     for tensor in layout.tensors:
         if tensor.open is not None and tensor.open.max_rows is not None:
+            # `copies`: bytes of optimizer state per byte of parameters.
             row = tensor.width * tensor.dtype.itemsize * (1 + copies) + _KEY_BYTES
             total += most_rows(tensor.open.max_rows, layout.shares[server]) * row
     return round(total)

@@ -1,9 +1,8 @@
 """A push_pull of the arrays of an earlier call, with one short message to each server and back.
 
-For a small model, the checks of the arguments, and finding the place of each tensor in the
-messages, take longer than the messages. So a client remembers the arrays of a call together with
-these places, and need not check the same arrays again. The messages have the same content as those
-of a push_pull whose arguments are checked.
+For a small model, checking the arguments of a call takes longer than its messages. So a client
+remembers the arrays of a call and their places in the messages, and need not check the same arrays
+again.
 """
 
 from __future__ import annotations
@@ -81,10 +80,7 @@ class BoundExchange:
     def post(
         self, link: Link, name: str, model: int, clock: int, samples: int, entered: int, note: tuple
     ) -> None:
-        """Begin to receive the answer, and send the request, which already has the gradients.
-
-        The arguments after `name` (the model's name) are fields of the request's header.
-        """
+        """Begin to receive the answer, and send the request, which already has the gradients."""
         # The receive is posted before the send, so that MPI need not buffer the answer.
         memory = [self.answer, MPI.BYTE]
         self.received = link.comm.Irecv(memory, self.rank, link.tag + TO_WORKER)
@@ -99,12 +95,7 @@ class BoundExchange:
         link.sent[self.rank] += 1
 
     def is_here(self, link: Link, status: MPI.Status) -> bool:
-        """Whether the answer has arrived and the request is sent.
-
-        `status` is an object that this method may overwrite.
-
-        When the answer has arrived, its parameters are copied once to the arrays of the caller.
-        """
+        """Whether the answer has arrived (and is copied to the arrays) and the request is sent."""
         if self.operation[OPEN]:
             if not test_one(self.received, status):
                 return False
@@ -127,18 +118,7 @@ class BoundExchange:
 
 
 class BoundPushPull:
-    """A push_pull whose arrays are remembered, so that later calls need not check them again.
-
-    Parameters
-    ----------
-    link : Link
-    layout : ServerLayout
-    make : sequence of callable
-        For each server, a function that takes the flat gradients and the flat arrays for the new
-        parameters, and returns a `BoundExchange`.
-    gradients, out : mapping of str to ndarray
-        C-contiguous arrays of all tensors, in the dtypes of the tensors.
-    """
+    """A push_pull whose arrays are remembered, so that later calls need not check them again."""
 
     def __init__(
         self,
@@ -158,6 +138,7 @@ class BoundPushPull:
             for arrays in (gradients, out)
         ]
         self._results = {name: target for name, _, target, _, _ in self._arrays}
+        # `make` has a function for each server that returns a `BoundExchange`.
         self._exchanges = [each(*flat) for each in make]
         self._open: list[BoundExchange] = []
         self._status = MPI.Status()
@@ -165,10 +146,7 @@ class BoundPushPull:
         self._number, self._nbytes = len(sent), sum(sent)
 
     def fits(self, gradients: Any, out: Any) -> bool:
-        """Whether the arguments are the remembered arrays.
-
-        The shapes, strides and dtypes of the arrays must be unchanged, too.
-        """
+        """Whether the arguments are the remembered arrays, with unchanged shapes and dtypes."""
         try:
             if not len(gradients) == len(out) == len(self._arrays):
                 return False
@@ -209,12 +187,7 @@ class BoundPushPull:
         entered: int,
         note: tuple[int, int],
     ) -> tuple[float, list[Header]]:
-        """Send the gradients that `pack` has copied, and receive the answers.
-
-        `name` is the name of the model, and the other arguments are fields of the header of each
-        request. Returns the seconds that this rank has waited for the answers, and the headers of
-        the answers in the order of the servers.
-        """
+        """Send the gradients; return the seconds waited, and the headers of the answers."""
         link = self._link
         count = -1 if samples is None else samples
         link.touched = True
@@ -252,9 +225,8 @@ def bind(
 ) -> BoundPushPull | None:
     """Return a `BoundPushPull` of `gradients` and `out`, or None if the arrays do not suit it.
 
-    A `BoundPushPull` needs a small model, and C-contiguous NumPy arrays of the model's dtypes for
-    all tensors. `shards` has each server's part of the model, and `make` is the argument of
-    `BoundPushPull` with this name.
+    The model must be small, and the arrays C-contiguous NumPy arrays of the model's dtypes for all
+    tensors.
     """
     layout = shards[0].layout
     sizes = [HEADER_BYTES + shard.nbytes for shard in shards]

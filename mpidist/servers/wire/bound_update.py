@@ -1,11 +1,8 @@
 """A faster update for gradients that stay in the same memory: their arrays are looked up once.
 
-Gradients are often in the same memory as in an earlier update: the shared memory of a worker of
-this host, a message buffer that the rank uses again, or the sum of all pushes of a clock (a step).
 In a small model, looking up the arrays of an update takes longer than its arithmetic. So an object
-with such gradients keeps a bound update, a function of the optimizer that already knows all arrays,
-see `optim.Optimizer`. A user's optimizer has no bound updates, so each of its updates looks up the
-arrays.
+with gradients that stay in the same memory keeps a function of the optimizer that already knows all
+arrays. A user's optimizer has no such function, so each of its updates looks up the arrays.
 """
 
 from __future__ import annotations
@@ -18,10 +15,7 @@ from ..layout.routing import WholeParts
 
 
 class BoundGradients(dict):
-    """Gradients in arrays that later updates use again, and a function that applies them fast.
-
-    It is a dict from the keys of the parameters in a `ServerShard` to the gradients.
-    """
+    """Gradients in arrays that later updates use again, and a function that applies them fast."""
 
     __slots__ = ("_again", "_arrays", "_optimizer", "_state")
 
@@ -33,10 +27,8 @@ class BoundGradients(dict):
         self._again: Callable | None = None
 
     def apply(self, shard: Any, weight: float) -> bool:
-        """Update the parameters in `shard` by the remembered function, if there is one.
-
-        Returns whether the update was made; otherwise the caller makes it.
-        """
+        """Update `shard` by the remembered function; return whether there is such a function."""
+        # Without such a function, the caller makes the update.
         if self._optimizer is not shard.optimizer or self._state is not shard.state:
             # The update is bound only in the next call, because many gradients are used only once.
             self._optimizer, self._state = shard.optimizer, shard.state
@@ -60,19 +52,12 @@ class BoundGradients(dict):
 
 
 def gradients_again(parts: Any) -> BoundGradients | None:
-    """Return the gradients that `kept_with` has stored with the arrays of a push, or None.
-
-    `parts` are these arrays.
-    """
+    """Return the gradients that `kept_with` has stored with the arrays of a push, or None."""
     return parts.gradients if type(parts) is WholeParts else None
 
 
 def kept_with(parts: Any, gradients: dict[str, Any]) -> dict[str, Any]:
-    """Return the gradients of a push of a whole model, stored with the arrays of the push.
-
-    `parts` are these arrays. The gradients are stored only if later pushes use the same object
-    `parts` again; otherwise `gradients` is returned as it is.
-    """
+    """Return `gradients`, stored with the arrays of a push if later pushes use these arrays."""
     if type(parts) is not WholeParts:
         return gradients
     if parts.gradients is None:
@@ -81,10 +66,7 @@ def kept_with(parts: Any, gradients: dict[str, Any]) -> dict[str, Any]:
 
 
 def same_again(before: BoundGradients, gradients: dict[str, Any]) -> BoundGradients:
-    """Return `before` if it has the arrays of `gradients`; otherwise a new `BoundGradients`.
-
-    If `before` is returned, the update function that it remembers can be used again.
-    """
+    """Return `before` if it has the arrays of `gradients`; otherwise a new `BoundGradients`."""
     same = before.keys() == gradients.keys()
     if same and all(map(is_, before.values(), gradients.values())):
         return before

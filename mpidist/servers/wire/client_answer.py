@@ -1,7 +1,4 @@
-"""What a worker's push, pull or push_pull asks of the servers, and the answer of one server.
-
-An answer is one message, or a header and pieces. `ServerAnswer` has the same methods for both.
-"""
+"""What a worker's push, pull or push_pull asks of the servers, and the answer of one server."""
 
 from __future__ import annotations
 
@@ -19,39 +16,25 @@ from .node_stream import NodeClientStream
 
 
 class ServerCall(NamedTuple):
-    """The arguments of one push, pull or push_pull of a worker, for its requests to all servers.
+    """The arguments of one push, pull or push_pull of a worker, for its requests to all servers."""
 
-    Attributes
-    ----------
-    flags : int
-        What the requests ask for, as a sum of the bits PUSH (apply gradients), CLOCK (end this
-        worker's step) and PULL (send parameters) of `protocol`.
-    wanted : mapping
-        The wanted tensors: name -> rows, or None for all rows.
-    flat : mapping
-        The 1-D arrays that receive the wanted values.
-    pushes : mapping or None
-        name -> (rows, values).
-    samples : int or None
-        The number of samples of the push; None if the worker gave no number.
-    known : collection of int
-        Numbers of the servers that already have the push.
-    gradients, out : mapping or None
-        The arrays of `pushes` and of `flat`, if they may be sent and received in pieces; otherwise
-        None.
-    """
-
+    # The sum of bits such as PUSH, CLOCK and PULL of `protocol`.
     flags: int
+    # Name of each wanted tensor -> rows, or None for all rows.
     wanted: Mapping
+    # The 1-D arrays that receive the wanted values.
     flat: Mapping
+    # Name -> (rows, values).
     pushes: Mapping | None
     samples: int | None
+    # Numbers of the servers that already have the push.
     known: Collection[int]
+    # The arrays of `pushes` and of `flat`, if they may be sent and received in pieces.
     gradients: dict[str, np.ndarray] | None
     out: Mapping | None
 
     def flags_of(self, server: int) -> int:
-        """Return `flags`, without the bit PUSH if `server` already has the push."""
+        """Return `flags`, without the bit PUSH if `server` already has the gradients."""
         return self.flags & ~PUSH if server in self.known else self.flags
 
 
@@ -70,19 +53,7 @@ def whole_push(layout: ServerLayout, pushes: Mapping | None, out: Mapping) -> di
 
 
 class ServerAnswer:
-    """The answer of one server to one request, which is being received.
-
-    Parameters
-    ----------
-    incoming : Incoming
-        The message with the answer, or with its header if the answer comes in pieces.
-    operation : list
-        The record of the request in `Link.trail` (the log of requests sent and served).
-    parts : sequence of ShardPart
-        The tensors or rows whose values are in the message.
-    stream : ClientStream, optional
-        The pieces of the request and of the answer.
-    """
+    """The answer of one server to one request, which is being received."""
 
     def __init__(
         self,
@@ -92,11 +63,12 @@ class ServerAnswer:
         stream: ClientStream | NodeClientStream | None = None,
     ):
         self.operation = operation
+        # `stream` sends and receives pieces; `incoming` is then only the header of the answer.
         self._incoming, self._parts, self._stream = incoming, parts, stream
 
     @property
     def handed(self) -> bool:
-        """Whether the worker may send its request to the next server; see `ClientStream.handed`."""
+        """Whether the worker may send its request to the next server."""
         return self._stream is None or self._stream.handed
 
     def test(self) -> bool:
@@ -106,10 +78,7 @@ class ServerAnswer:
         return (self._stream is None or self._stream.progress()) and self._incoming.test()
 
     def unpack(self, link: Link, layout: ServerLayout, wanted: Mapping, flat: Any) -> Header:
-        """Copy the values in the answer to the arrays in `flat`, and return the answer's header.
-
-        `wanted` has the wanted tensors: name -> rows, or None for all rows.
-        """
+        """Copy the values in the answer to the arrays in `flat`, and return the answer's header."""
         header, buffer = self._incoming.header, self._incoming.buffer
         for part, view in routing.views(layout, self._parts, buffer, HEADER_BYTES):
             name = layout.tensors[part.piece.tensor].name

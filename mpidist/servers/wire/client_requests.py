@@ -1,17 +1,7 @@
 """The requests of one worker to the servers of one model, and the answers it waits for.
 
-A pull asks only the servers that hold the wanted tensors or rows: these must answer, and the worker
-waits for them. The other servers get only the worker's push, which may be empty, and its tick, the
-message that ends the step. A step is also called a clock. A worker asks more servers in four cases:
-
-- If a worker pushes or ticks in a clock in which it has not pulled, it first sends an empty pull to
-  every server (not in the first clock).
-- The first pull of a clock also asks the servers that were not asked in the last 16 clocks
-  (`SILENT`). So the messages of at most 16 clocks of a worker can wait at a server.
-- If a worker has waited for 0.25 s (`LATE`), it asks all servers, so that each server knows which
-  workers wait.
-- In modes in which a step begins only when every server has answered (`Consistency.asks_all`), the
-  first pull of each clock asks every server.
+A worker waits only for the servers that hold the wanted tensors or rows. The other servers get only
+the worker's gradients, which may be none, and the message that ends the step.
 """
 
 from __future__ import annotations
@@ -52,6 +42,11 @@ from .wire_pieces import WirePiece
 
 #: A worker asks each server at least once in `SILENT` clocks, and asks all servers when it has
 #: waited for `LATE` seconds. Tests change these numbers.
+# A worker asks more servers in four cases. Before it pushes or ticks in a clock without a pull, it
+# sends an empty pull to every server. The first pull of a clock also asks servers not asked for
+# `SILENT` clocks, so that few messages wait at a server. After `LATE` seconds it asks all servers,
+# so that each knows who waits. With `Consistency.asks_all`, the first pull of each clock asks every
+# server.
 SILENT, LATE = 16, 0.25
 
 _NOTHING = np.empty(0, np.int64)
@@ -61,44 +56,7 @@ Route = tuple[int, list[routing.ShardPart], np.ndarray | None]
 
 
 class ClientRequests:
-    """Sends a client's requests to the servers of a model, and receives the answers.
-
-    Parameters
-    ----------
-    link : Link
-    servers : sequence of int
-        The ranks of the servers.
-    model : int
-        The model's number in its group.
-    names : Selection
-        The tensors of the model.
-    pieces : sequence of list of WirePiece
-        For each server, the pieces in which its part of the model is sent; empty if messages are
-        not sent in pieces.
-    modes : ClientModes
-        The consistency mode of each clock (step).
-    share : NodeShare or None
-        The memory that this rank shares with servers of its host.
-    first : int
-        The number of the server that this worker asks first.
-
-    Attributes
-    ----------
-    versions : list of int
-        How many updates each server had made when it sent its newest answer.
-    clock, entered, pushed : int
-        The number of steps that the worker has finished; the newest step in which the servers have
-        answered a pull; and the step of the newest push. `entered` and `pushed` are -1 if there is
-        no such step.
-    note : tuple of two int
-        Two integers that the next request carries to the first server. When this request is sent,
-        both integers are set to zero.
-    queue : Counter
-        For each number n: how often a server that received a request of this worker had messages of
-        n workers to handle.
-    started : bool
-        Whether this worker has sent a message to a server of the model.
-    """
+    """Sends a client's requests to the servers of a model, and receives the answers."""
 
     def __init__(
         self,
@@ -116,17 +74,18 @@ class ClientRequests:
         self.layout, self._names, self._pieces = names.layout, names, pieces
         self.whole = [routing.WholeShard(self.layout, k) for k in range(len(servers))]
         self._has_pieces, self._modes = any(pieces), modes
+        # How many updates each server had made when it sent its newest answer.
         self.versions = [0] * len(servers)
+        # The finished steps; the newest step with an answered pull; the step of the newest push.
         self.clock, self.entered, self.pushed = 0, -1, -1
+        # Two numbers for the first server with the next request; whether any message was sent.
         self.note, self.started = (0, 0), False
+        # For each n: how often a server had messages of n workers when it received a request.
         self.queue: Counter[int] = Counter()
         self.silent: Counter[int] = Counter()  # server -> clocks since it was asked
 
     def go_on_from(self, before: ClientRequests) -> None:
-        """Take over the clock (number of finished steps) and the counts of `before`.
-
-        `before` has sent the requests until the model was divided anew between the servers.
-        """
+        """Take over the number of finished steps and the counts of `before`, an older object."""
         self.clock, self.entered, self.pushed = before.clock, before.entered, before.pushed
         self.note, self.started, self.queue = before.note, before.started, before.queue
         newest = max(before.versions)
@@ -139,10 +98,7 @@ class ClientRequests:
 
     @property
     def has_entered(self) -> bool:
-        """Whether a server has answered a pull in the present step, if one answer is enough.
-
-        In modes in which every server must answer (`Consistency.asks_all`), the result is false.
-        """
+        """Whether the present step has begun, because one server has answered and one suffices."""
         return self.entered == self.clock and not self._modes.asks_all(self.clock)
 
     def _route(
@@ -158,20 +114,14 @@ class ClientRequests:
     def post(
         self, server: int, flags: int, *, pushes=None, samples=None, pull: Any = _NOTHING, ahead=0
     ) -> list:
-        """Send one message with flags, the data to push, and a list of the parts to pull.
-
-        `pull` is None for all that the server holds. `pushes` or `pull` are PIECES or STREAM if the
-        data are sent in pieces of their own, or are in shared memory. `pushes` may also be an array
-        with the addresses of gradients in the memory of this rank, where the server then reads
-        them. The message belongs to the clock (step) that is `ahead` clocks after the present one.
-
-        Returns the record of this message in `Link.trail` (the requests sent and served); the
-        record is marked as open (unfinished) if the message asks for an answer.
-        """
+        """Send one message with flags, the data to push, and a list of the parts to pull."""
         rank = self.servers[server]
         operation = self.link.trail.begin(
             NAMES[flags], rank, self._names.model, self.clock, open=bool(flags & PULL)
         )
+        # `pull` is None for all that the server holds. `pushes` and `pull` are PIECES or STREAM if
+        # the data go in pieces of their own, or through shared memory. `pushes` may be the
+        # addresses of gradients in this rank's memory.
         parts: list[routing.ShardPart] = []
         push: Any = _NOTHING
         if isinstance(pushes, int | np.ndarray):
@@ -207,10 +157,7 @@ class ClientRequests:
         return operation
 
     def streams(self, clock: int) -> bool:
-        """Whether servers answer each piece of a push in the step `clock` at once.
-
-        Only a push of the whole model is sent in pieces.
-        """
+        """Whether servers answer each piece of a push in the step `clock` at once."""
         return self._has_pieces and self._modes.streams(clock)
 
     def tell_all(self, flags: int, data: bytes) -> None:
@@ -224,11 +171,9 @@ class ClientRequests:
         self.started = True
 
     def may_be_quiet(self, flags: int) -> bool:
-        """Whether a call that needs no values may end without an answer of the servers.
-
-        This is the case if the step has already begun, or if the mode needs no answer of all
-        servers and each server has been asked for an answer in the last few steps.
-        """
+        """Whether a call that needs no values may end without an answer of the servers."""
+        # Allowed if the step has already begun, or if the mode needs no answer of all servers and
+        # each server was asked in the last few steps.
         if not flags & CLOCK and self.entered == self.clock:
             return True
         if self._modes.asks_all(self.clock + bool(flags & CLOCK)):
@@ -236,26 +181,18 @@ class ClientRequests:
         return max(self.silent.values(), default=0) < SILENT - 1
 
     def tick_quietly(self, flags: int, pushes, samples) -> None:
-        """Send a push and the end of a step to all servers, and do not ask for answers.
-
-        `flags` says what the call asks for. `pushes` maps names to (rows, values), and `samples` is
-        the number of samples of the push.
-
-        Sends nothing if `flags` asks only for a pull.
-        """
+        """Send gradients and the end of a step to all servers, and do not ask for answers."""
         servers = range(len(self.servers))
         if flags & CLOCK or self.entered < self.clock:
             self.silent.update(servers)
         if flags & PUSH:
             self.pushed = self.clock
+        # Nothing is sent if `flags` asks only for a pull.
         for server in servers if flags & CLOCK else ():
             self.post(server, flags & ~PULL, pushes=pushes, samples=samples)
 
     def push(self, pushes: Mapping, samples: int | None) -> None:
-        """Send a push to all servers. The gradients may be changed when this method returns.
-
-        `pushes` maps names to (rows, values), and `samples` is the number of samples of the push.
-        """
+        """Send gradients to all servers. The gradients may be changed when this method returns."""
         gradients = whole_push(self.layout, pushes, {}) if self._has_pieces else None
         late = False
         for server in self._in_turn():
@@ -278,9 +215,9 @@ class ClientRequests:
     ) -> tuple[list[Header], float]:
         """Send a request to each server that must answer, and receive the answers into `results`.
 
-        Servers in `known` already have the push. Returns the headers of the answers, and the
-        seconds that this rank has waited for them.
+        Returns the headers of the answers, and the seconds that this rank has waited for them.
         """
+        # Servers in `known` already have the push.
         flat, finish = self._names.targets(wanted, results)
         gradients = whole_push(self.layout, pushes, flat) if self._has_pieces else None
         out = flat if routing.has_all(self.layout, wanted) else None
@@ -312,10 +249,7 @@ class ClientRequests:
         return headers, waited
 
     def _choose(self, call: ServerCall) -> tuple[deque[Route], list[int]]:
-        """Return the servers to ask, in order, and the servers that need not answer.
-
-        This method sends the latter their part of the push and the tick.
-        """
+        """Return the servers to ask, in order, and the servers that need not answer."""
         flags, quiet = call.flags, []
         entering = bool(flags & CLOCK) or self.entered < self.clock
         waiting = deque[Route]()

@@ -5,10 +5,9 @@
     gradients   | 0 | 1 | 2 | 3 | 4 | ...     from the worker to the server
     out         | 0 | 1 | ...                 from the server to the worker, in the same order
 
-At most `WINDOW` (4) pieces of the gradients are on the way. If the server updates and answers each
-piece at once (under BSP), the worker sends piece 4 when it has received the answer to piece 0.
-Otherwise the server needs the whole push before it answers, and the worker sends piece 4 when MPI
-has sent piece 0.
+At most 4 pieces (`WINDOW`) of the gradients are on the way. If the server answers each piece at
+once (under BSP), the worker sends piece 4 when it has received the answer to piece 0. Otherwise the
+worker sends piece 4 when MPI has sent piece 0.
 """
 
 from __future__ import annotations
@@ -33,20 +32,7 @@ LATE = 0.25
 class ClientStream:
     """Sends the gradients of a call in pieces to one server, and receives its answer in pieces.
 
-    Parameters
-    ----------
-    link : Link
-    rank : int
-        The server.
-    layout : ServerLayout
-    pieces : sequence of WirePiece
-        The pieces of the server's part of the model, from `cut_shard`.
-    gradients, out : mapping of str to ndarray, optional
-        One-dimensional contiguous arrays of the dtypes of the tensors, by name. MPI uses them until
-        `progress` has returned True. Without `gradients` the stream only receives, and without
-        `out` it only sends. `can_share` says whether both may share memory.
-    in_step : bool
-        Whether the server answers each piece as soon as it has updated the parameters of the piece.
+    MPI uses the arrays in `gradients` and `out` until `progress` has returned True.
     """
 
     def __init__(
@@ -60,6 +46,7 @@ class ClientStream:
         in_step: bool,
     ):
         self._link, self._ranks, self._layout, self._pieces = link, [rank], layout, pieces
+        # `in_step`: the server answers each piece as soon as it has updated it.
         self._gradients, self._out, self._in_step = _raw(gradients), _raw(out), in_step
         self._sends = PieceSends(link, PIECE_UP)
         self._answers = PieceReceives(link, rank, PIECE_DOWN, pieces if out else (), self._target)
@@ -72,11 +59,8 @@ class ClientStream:
 
     @property
     def handed(self) -> bool:
-        """Whether the worker may send its request to the next server.
-
-        If the server answers only whole pushes, MPI must first have all pieces of this worker's
-        push.
-        """
+        """Whether the worker may send its request to the next server."""
+        # If the server answers only whole pushes, MPI must first have all pieces of this push.
         return self._in_step or self._begun == self._all
 
     def progress(self) -> bool:
@@ -122,11 +106,7 @@ class ClientStream:
 
 
 def places_in(layout: ServerLayout, arrays: Mapping[str, np.ndarray], piece: WirePiece):
-    """Yield the memory in `arrays` that a piece of a message covers.
-
-    A piece covers ranges of one or several tensors. Yields for each range its bytes and the
-    position at which they begin in the piece.
-    """
+    """Yield the memory in `arrays` that a piece of a message covers, and its place in the piece."""
     for tensor, start, stop, at in piece.spans:
         name, _, dtype, *_ = layout.tensors[tensor]
         size = dtype.itemsize
@@ -141,10 +121,10 @@ def _raw(arrays: Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray]:
 def can_share(gradients: Mapping[str, np.ndarray], out: Mapping[str, np.ndarray]) -> bool:
     """Whether answers may be written to `out` while `gradients` are still being sent.
 
-    An answer overwrites only gradients that its server has already received. So an array may
-    contain first the gradient and then the new values of a tensor, unless it is also the gradient
-    of another tensor.
+    An array may contain first the gradient and then the new values of a tensor, unless it is also
+    the gradient of another tensor.
     """
+    # An answer overwrites only gradients that its server has already received.
     users: dict[tuple[int, int], list[tuple[int, str]]] = {}
     for side, arrays in enumerate((gradients, out)):
         for name, array in arrays.items():
@@ -157,14 +137,10 @@ def can_share(gradients: Mapping[str, np.ndarray], out: Mapping[str, np.ndarray]
 
 
 class CopiedPush:
-    """Sends a push without a pull in pieces, from copies of a few pieces at a time.
+    """Sends gradients in pieces, from copies of a few pieces at a time.
 
-    Each piece is copied just before it is sent. So the worker needs memory for only 4 pieces
-    (`WINDOW`), and may change its gradients as soon as MPI has all pieces. A push must not wait for
-    a server that is busy (for example because its rank is also a worker, which computes). So if the
-    server receives no piece for 0.25 s (`LATE`), or from the beginning if the argument `late` is
-    true, all other pieces are copied and passed to MPI. The attribute `late` says whether this
-    happened.
+    If the server receives no piece for 0.25 s (`LATE`), or if the argument `late` is true, all
+    remaining pieces are copied and passed to MPI.
     """
 
     def __init__(
@@ -179,10 +155,11 @@ class CopiedPush:
         self._link, self._rank, self._layout, self._pieces = link, rank, layout, pieces
         self._gradients, self._begun = _raw(gradients), 0
         self._flying: list[Sequence] = []
+        # A push must not wait for a busy server, whose rank may also be a worker that computes.
         self._deadline, self.late = time.monotonic() + LATE, late
 
     def handed(self) -> bool:
-        """Send the pieces that may be sent now; return whether MPI has all pieces."""
+        """Send the pieces that may be sent now; return whether MPI has all of the gradients."""
         self._link.reap()
         self._flying = [requests for requests in self._flying if requests]
         number, now = len(self._pieces), time.monotonic()

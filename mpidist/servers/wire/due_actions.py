@@ -4,13 +4,8 @@
 
     due   | update of clock 7, in pieces | answer to 0 | answer to 1 | update of clock 8 | ...
 
-A model's gate (a `ConsistencyGate`) says which updates and answers, called actions, the consistency
-mode allows. An allowed action is due until the server has carried it out. An update in pieces takes
-some time, and all later actions wait for its end. An update also waits until MPI has sent the
-answers that the server sends directly from the memory of the parameters. This wait is short: the
-workers have received these answers before they send the pushes of the next update. Answers to pulls
-are copied instead (`pull_stream`), so no update waits for them. For workers that copy the
-parameters from shared memory, see `node_stream`.
+The server carries them out in order. An update in pieces takes some time, and all later updates and
+answers wait for its end.
 """
 
 from __future__ import annotations
@@ -34,28 +29,22 @@ from .server_stream import PushStream, ShardPieces, StreamedUpdate
 from .wire_pieces import WirePiece
 
 
+# The wait for sent answers is short: workers receive them before they send the pushes of the next
+# update. Answers to pulls are copied (`pull_stream`), so no update waits for them.
 class DueActions:
     """The updates and answers of one model that a server may carry out, but has not done yet.
 
-    The consistency mode allows them, but an update may wait for pieces of pushes that have not
-    arrived, or for answers that are being sent.
-
-    Attributes
-    ----------
-    in_pieces : bool
-        Whether pushes or answers of the model may be sent in pieces. If not, no action waits.
-    update : StreamedUpdate or None
-        The update in pieces that is under way, or that has just ended.
-    pulls : PullStreams
-        The pulls that are being answered in pieces.
-    share : NodeShare or None
-        The memory that workers of this host share with this server.
+    An update may wait for pieces of gradients that have not arrived, or for answers that are being
+    sent.
     """
 
     def __init__(self, shard: ServerShard, piece_bytes: int):
+        # The update in pieces that is under way, or that has just ended.
         self.update: StreamedUpdate | None = None
+        # The memory that workers of this host share with this server.
         self.share: NodeShare | None = None
         self._shard, self._all = shard, ShardPieces(shard, piece_bytes)
+        # If false, no update or answer waits.
         self.in_pieces = len(self.pieces) > 1
         self.pulls = PullStreams(shard, self.pieces)
         self._actions: deque[Action] = deque()
@@ -80,7 +69,7 @@ class DueActions:
         return bool(self._actions or self.pulls or sending)
 
     def receive(self, link: Link, source: int) -> PushStream:
-        """Begin to receive a push in pieces from rank `source`; each piece is answered at once."""
+        """Begin to receive gradients in pieces from `source`; each piece is answered at once."""
         self._open(link)
         if self.share is not None and (pair := self.share.pair(source, link.comm.rank)):
             self._readers.add(source, pair, 0, 0)
@@ -90,11 +79,7 @@ class DueActions:
     def read(
         self, link: Link, worker: int, source: int, shard: WholeShard, addresses: Sequence[int]
     ) -> PushStream:
-        """Return a push that stays in the memory of a worker of this host until it is applied.
-
-        `source` is the worker's rank, and `addresses` says where the gradients begin in its memory.
-        `shard` has all parts of the model on this server.
-        """
+        """Return gradients that stay in the memory of a worker until they are applied."""
         assert self.share is not None
         assert self.share.cross is not None
         self._open(link)
@@ -126,11 +111,9 @@ class DueActions:
         actions: Sequence[Action],
         weighed: Callable[[Apply], tuple[list[tuple[float, Any]], float]],
     ) -> Iterator[Action]:
-        """Add `actions` (updates and answers) to the due ones; yield those that are possible now.
-
-        ``weighed(action)`` returns the share (weight in the mean) and the gradients of each push of
-        an update, and the weight of the update.
-        """
+        """Add `actions` (updates and answers) to the due ones; yield those that can be done now."""
+        # `weighed(action)` returns the weight and the gradients of each push, and the update's
+        # weight.
         self._actions += actions
         while self._actions:
             action = self._actions[0]
@@ -170,12 +153,9 @@ class DueActions:
                 push.readers.append(pair.answered)
 
     def _settle(self, action: Action) -> None:
-        """Forget the pushes of an update that lie in the memory of workers.
-
-        Before an answer, copy a push of its worker that is not applied yet: after the answer, the
-        worker may change its gradients.
-        """
+        """Forget the pushes of an update that lie in the memory of workers."""
         if isinstance(action, Answer):
+            # The push is not applied yet, and the worker may change its gradients after the answer.
             if (push := self._waiting.pop(action.worker, None)) is not None:
                 push.keep()
         elif isinstance(action, Apply | Drop):

@@ -1,7 +1,4 @@
-"""How a server handles small messages that workers of its host write into shared memory.
-
-`node_mail` has the worker's part.
-"""
+"""How a server handles small messages that workers of its host write into shared memory."""
 
 from __future__ import annotations
 
@@ -19,16 +16,14 @@ from .node_share import NodePair, NodeShare
 
 
 class MailBox(NamedTuple):
-    """The shared memory in which one worker writes its requests for one model on this server.
-
-    The server writes its answers there, too. `parts` are the gradients of a request. `values` are
-    the arrays of an answer, with the keys of the parameters in the server's `ServerShard`.
-    """
+    """The shared memory of the requests of one worker for one model, and of the answers."""
 
     model: Any
     push: np.ndarray
     answer: np.ndarray
+    # The gradients of a request.
     parts: list
+    # The arrays of an answer, with their keys in the server's `ServerShard`.
     values: list
     door: ServerDoor
 
@@ -55,14 +50,7 @@ class ServerDoor:
 
 
 class ServerDoors:
-    """Receives the requests that workers of this host write into shared memory, for all models.
-
-    For each worker there is a `ServerDoor` with counters.
-
-    Parameters
-    ----------
-    server : Server
-    """
+    """Receives the requests that workers of this host write into shared memory, for all models."""
 
     def __init__(self, server: Any):
         self._server = server
@@ -70,10 +58,7 @@ class ServerDoors:
         self._boxes: dict[tuple[int, int], MailBox] = {}
 
     def open(self, number: int, share: NodeShare) -> None:
-        """Let the workers of this host send requests for model `number` through `share`.
-
-        `share` is the memory that the ranks of this host share for the model.
-        """
+        """Let the workers of this host send requests for model `number` through shared memory."""
         server, link = self._server, self._server.link
         if not self._doors:
             for worker, rank in enumerate(server.workers):

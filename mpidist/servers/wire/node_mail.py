@@ -6,11 +6,9 @@
     server   sees the new count, and handles the message like any other message
     server   writes header and parameters, then:        line[ANSWERED] += 1
 
-A line is a cache line with counters (see `node_share`). All models of a group use the same lines.
-To ring means to increase the counter RUNG. A worker waits for the answer before it sends the next
-message, so it rings for one message at a time. A message in memory may overtake an earlier message
-by MPI. So the worker also writes how many messages it has sent to the server by MPI, and the server
-first receives these messages.
+A line is a cache line with counters; to ring means to increase the counter RUNG. A message in
+memory may overtake an earlier message by MPI. So the worker also writes how many messages it has
+sent to the server by MPI, and the server first receives these messages.
 """
 
 from __future__ import annotations
@@ -32,10 +30,7 @@ ANSWERED = 0
 
 
 class MailExchange(BoundExchange):
-    """Exchanges small messages with one server of this host through shared memory.
-
-    `door` has the counters that announce messages, and `pair` has the memory of the messages.
-    """
+    """Exchanges small messages with one server of this host through shared memory."""
 
     by_messages = False
 
@@ -47,16 +42,13 @@ class MailExchange(BoundExchange):
         assert pair.answer is not None
         pair.push.fill(0)
         super().__init__(rank, shard, gradients, out, (pair.push, pair.answer))
+        # Counters that announce messages.
         self._rung, self._answered, self._number = door.rung, door.answered, 0
 
     def post(
         self, link: Link, name: str, model: int, clock: int, samples: int, entered: int, note: tuple
     ) -> None:
-        """Write the header of the request, whose gradients are already written, and announce it.
-
-        The request is announced by a counter in shared memory. The arguments after `name` (the
-        model's name) are fields of the header.
-        """
+        """Write the header of the request, whose gradients are already written, and announce it."""
         self.operation = link.trail.begin(protocol.NAMES[FLAGS], self.rank, name, clock)
         write_header(
             self.push, FLAGS, model, clock, self.push.size, ALL, ALL, samples, 0, entered, 0, 0, 0,
@@ -79,11 +71,7 @@ class MailExchange(BoundExchange):
 def exchanges(
     link: Link, ranks: Sequence[int], shards: Sequence[WholeShard], share: NodeShare | None
 ) -> list[Callable[[Mapping, Mapping], BoundExchange]]:
-    """Return for each server a function that makes the object for exchanging messages with it.
-
-    The object is a `BoundExchange` or, for a server of this host, a `MailExchange`, which uses
-    shared memory. `ranks` are the ranks of the servers, and `shards` are their parts of the model.
-    """
+    """Return for each server a function that makes the object for exchanging messages with it."""
     make: list[Callable] = []
     for rank, shard in zip(ranks, shards, strict=True):
         exchange: Callable = partial(BoundExchange, rank, shard)

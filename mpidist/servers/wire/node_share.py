@@ -7,10 +7,7 @@
 
 A line is a cache line with counters. Each part is written only by the rank that owns it, so no lock
 is needed: a rank writes data and then its counter, and another rank reads the counter and then the
-data. `node_barrier` explains on which processors this order is kept, and why. Every model has a
-`NodeShare` on each host, which `node_stream` and `node_mail` use.
-
-The memory is a `Segment`, which leaves no file behind, even if a rank is killed.
+data. The memory leaves no file behind, even if a rank is killed.
 """
 
 from __future__ import annotations
@@ -43,15 +40,13 @@ _ALIGNED = 64
 
 
 class NodeRanks(NamedTuple):
-    """The ranks of a group on this rank's host.
-
-    `servers` maps the ranks of servers to their numbers. `why` says why these ranks share no
-    memory; it is empty if they may share memory.
-    """
+    """The ranks of a group on this rank's host."""
 
     topology: Topology | None = None
     workers: tuple[int, ...] = ()
+    # Rank of a server -> its number.
     servers: Mapping[int, int] = {}
+    # Why these ranks share no memory.
     why: str = ""
 
 
@@ -79,56 +74,25 @@ def count_shared(link: Link, nbytes: int) -> None:
 
 
 class NodePair(NamedTuple):
-    """The memory that one worker and one server share for one model.
+    """The memory that one worker and one server share for one model."""
 
-    Attributes
-    ----------
-    rung, answered : memoryview of int64
-        Counters of the worker, and counters of the server, in a cache line each.
-    push, answer : ndarray of uint8 or None
-        For a small model, the memory of a message with a push, and of its answer.
-    slots : list of ndarray of uint8
-        For a model that is sent in pieces, the memory of 4 pieces (`WINDOW`), which later pieces
-        use again (a ring buffer).
-    parameters : mapping of int to (int, ndarray)
-        For a model that is sent in pieces: number of a tensor -> the number of the first element
-        that the server holds, and the values that it holds.
-    """
-
+    # Counters of the worker and of the server, in a cache line each.
     rung: memoryview
     answered: memoryview
+    # For a small model, the memory of a push and of its answer.
     push: np.ndarray | None
     answer: np.ndarray | None
+    # For a large model, the memory of `WINDOW` pieces, used again and again.
     slots: list[np.ndarray]
+    # For a large model: number of a tensor -> (first element that the server holds, its values).
     parameters: Mapping[int, tuple[int, np.ndarray]]
 
 
+# `node_barrier` explains on which processors writes and reads keep their order.
 class NodeShare:
     """The shared memory of one model on one host. All ranks of the host make it together.
 
-    Parameters
-    ----------
-    node : NodeRanks
-        The workers and the servers of the group on this host.
-    layout : ServerLayout
-    piece_bytes : int
-        The largest number of bytes of a piece.
-    wait : callable
-        ``wait(test)`` waits until ``test()`` is true.
-
-    Attributes
-    ----------
-    in_pieces : bool
-        Whether a server of this host gets pushes in pieces. The parameters of such a server are in
-        this memory.
-    cross : CrossMemory or None
-        Reads gradients in the memory of workers. It is None if no push comes in pieces, or if the
-        kernel does not allow such reads; then `why` says the reason.
-
-    Raises
-    ------
-    ConfigError
-        The memory cannot be allocated. Raised on all ranks of the host.
+    If it cannot be allocated, all ranks of the host raise ConfigError.
     """
 
     def __init__(
@@ -139,6 +103,7 @@ class NodeShare:
         sizes = [HEADER_BYTES + shard.nbytes for shard in whole]
         small = sum(sizes) <= SMALL_BYTES and max(sizes) <= MESSAGE_BYTES
         self._cut = {rank: cut_shard(layout, k, piece_bytes) for rank, k in node.servers.items()}
+        # The parameters of a server that gets pushes in pieces are in this memory.
         self.in_pieces = any(len(pieces) > 1 for pieces in self._cut.values())
         self._messages = {rank: small * sizes[k] for rank, k in node.servers.items()}
         assert node.topology is not None
@@ -146,6 +111,7 @@ class NodeShare:
         plans = [_Plan(self._sizes(rank)) for rank in members]
         segment = Segment(node.topology.intra_comm, [plan.nbytes for plan in plans], wait)
         parts = zip(members, plans, segment.parts, strict=True)
+        # Reads gradients in the memory of workers, if the kernel allows it.
         self.cross, self.why = _cross_memory(node.topology, wait) if self.in_pieces else (None, "")
         self._memory = {rank: plan.views(part) for rank, plan, part in parts}
         self._pairs: dict[tuple[int, int], NodePair] = {}
@@ -182,10 +148,7 @@ class NodeShare:
         return self._pairs[worker, server]
 
     def parameters(self, server: int) -> dict[int, np.ndarray]:
-        """Return a dict: number of a tensor -> what `server` holds of it, in shared memory.
-
-        The dict is empty if the parameters of `server` are not in shared memory.
-        """
+        """Return what `server` holds of each tensor, if it is in shared memory, by number."""
         memory, found = self._memory[server], {}
         for tensor, _, _ in self._layout.pieces[self._node.servers[server]]:
             if ("parameters", tensor) in memory:
@@ -234,14 +197,10 @@ class NodeShare:
 
 
 class Transport(NamedTuple):
-    """Texts for the report of one rank, which say how the data of one model are sent.
-
-    Servers may have to wait for a whole push before they update the first parameter. `whole_pushes`
-    says why they must in every mode, and `stale` why they must in modes other than BSP. A text is
-    empty if servers need not wait.
-    """
+    """Texts for the report of one rank, which say how the data of one model are sent."""
 
     text: str
+    # Why servers must have a whole push before they update anything, in every mode and outside BSP.
     whole_pushes: str
     stale: str
 
@@ -284,8 +243,8 @@ def share_memory(
 ) -> tuple[NodeShare | None, str]:
     """Make the shared memory of a model on this host. Collective over the host's ranks.
 
-    The arguments are those of `NodeShare`. `on_gpu` says whether a server updates the model on a
-    GPU. Returns (memory, "") or, if the ranks share no memory, (None, the reason).
+    Returns (memory, "") or, if the ranks share no memory, (None, the reason). `on_gpu` says whether
+    a server updates the model on a GPU.
     """
     if node.why or not (node.workers and node.servers):
         return None, node.why or "no worker and server are on this host"

@@ -6,20 +6,9 @@
     ring, in the worker's part    | 4 | 1 | 2 | 3 |       the worker copies, the server reads
     parameters of the server  | 0 | 1 | ...               the server updates, the worker copies
 
-No piece is sent. Under BSP the worker copies its gradients into a ring in shared memory, and the
-server reads them there. In the other modes the server reads the gradients in the memory of the
-worker, see `memory_push`. The worker copies new parameters from the memory in which the server
-updates them. Worker and server each have a line of counters in shared memory (see `node_share`),
-which count the pieces that are in the ring, updated, ready to be copied, and copied.
-
-The server begins the next update when all workers have copied the pieces that they may copy, so a
-worker always gets parameters of one version. If a worker copies no piece for a while, the server
-stops waiting for it: the server says so in its own line, and sends a copy of the rest of this
-version in messages. After each piece, the worker looks whether the server has stopped waiting. If
-so, the piece that it has just copied may be a mixture of two versions, and the worker takes the
-piece from the message instead. A worker may copy its last piece just when the server stops waiting.
-Therefore the worker and the server each first write their own line, and then read the other's line;
-the function `fence` keeps this order.
+The server begins the next update when all workers have copied their pieces, so a worker always gets
+parameters of one version. If a worker copies no piece for a while, the server stops waiting for it,
+and sends a copy of the remaining pieces in messages.
 """
 
 from __future__ import annotations
@@ -56,11 +45,12 @@ _MOST = 1 << 20  # more than the number of pieces of any server
 _lock = threading.Lock()
 
 
+# When the server stops waiting for a worker, it says so in its line. The worker looks there after
+# each piece. If the server has stopped, the piece just copied may be a mixture of two versions, so
+# the worker takes it from the message. Both first write their own line, and then read the other's
+# line; `fence` keeps this order.
 class NodePushStream(PushStream):
-    """The pieces of one push that a worker of this host writes into shared memory.
-
-    It has the methods of `PushStream`, which receives pieces in messages.
-    """
+    """Gradients that a worker of this host writes into shared memory, in pieces."""
 
     by_messages = False
 
@@ -71,18 +61,15 @@ class NodePushStream(PushStream):
         self._base = self._answered[UPDATED]
 
     def here(self) -> int:
-        """Return how many pieces have arrived."""
+        """Return how many pieces of the gradients have arrived."""
         return self._rung[PUSHED] - self._base
 
     def piece(self, number: int) -> np.ndarray:
-        """Return the memory of a piece that has arrived; it is valid until `use` releases it."""
+        """Return the memory of one piece of the gradients, which is valid until `use` is called."""
         return self._slots[number % len(self._slots)]
 
     def use(self) -> None:
-        """Mark the oldest piece as updated, so that the worker may copy the new parameters.
-
-        The worker may then also write another piece into the memory of the oldest piece.
-        """
+        """Mark the oldest piece as updated, so that the worker may copy its new parameters."""
         self._answered[ALLOWED] += 1
         self._answered[READY] += 1
         self._answered[UPDATED] += 1
@@ -101,23 +88,18 @@ class NodeReaders:
         self._left, self._since = 0, 0.0
 
     def add(self, rank: int, pair: NodePair, allowed: int, ready: int) -> None:
-        """Let the worker with this `rank` copy `allowed` pieces of the parameters.
-
-        It can copy the first `ready` pieces at once, and each further piece when the server has
-        updated it. `pair` is the memory that the worker shares with this server. The worker has
-        copied the whole previous version, because it makes one call at a time.
-        """
+        """Let a worker copy `allowed` pieces of the parameters, the first `ready` ones at once."""
+        # The worker has copied the whole previous version, because it makes one call at a time.
         self._pairs[rank] = pair
         self._sent.discard(rank)
+        # Each further piece when the server has updated it.
         pair.answered[ALLOWED] += allowed
         pair.answered[READY] += ready
 
     def leave_memory(self, link: Link, pulls: PullStreams) -> bool:
         """Return whether an update may begin now, because no worker is copying parameters.
 
-        If a worker has copied nothing for a while, the server stops waiting for it, and `pulls`
-        sends the remaining pieces to this worker in messages. Before the update, the caller must
-        copy the parts of the present version that are not sent yet, see `PullStreams.keep`.
+        Before the update, the caller must call `PullStreams.keep`.
         """
         left = {
             rank: pair.answered[ALLOWED] - pair.rung[COPIED]
@@ -130,16 +112,14 @@ class NodeReaders:
                 self._left, self._since = total, now
             if now - self._since < PATIENCE:
                 return False
+            # These workers have copied nothing for a while; they get messages.
             for rank in (rank for rank, number in left.items() if number):
                 self._end(link, pulls, rank, self._pairs[rank])
         self._left = 0
         return True
 
     def _end(self, link: Link, pulls: PullStreams, rank: int, pair: NodePair) -> None:
-        """Stop waiting for a worker, and send the pieces that it has not copied.
-
-        The worker may have copied all pieces since the last look; then nothing is sent.
-        """
+        """Stop waiting for a worker, and send the pieces that it has not copied, if any."""
         line = pair.answered
         line[ENDS] = line[ALLOWED]
         fence()
@@ -159,26 +139,7 @@ def fence() -> None:
 
 
 class NodeClientStream:
-    """The pieces of one push_pull between this worker and a server of its host, in shared memory.
-
-    Parameters
-    ----------
-    link : Link
-    rank : int
-        The server.
-    layout : ServerLayout
-    pieces : sequence of WirePiece
-        The pieces of the server's part of the model.
-    pair : NodePair
-        The memory that the worker and the server share.
-    out : mapping of str to ndarray
-        The arrays that receive the parameters.
-    gradients : mapping of str to ndarray, optional
-        The gradients to write to the shared memory. Without them, the object only copies the
-        parameters.
-    sends : ClientStream, optional
-        Sends the pieces of the push in messages, if the push does not use shared memory.
-    """
+    """The pieces of one push_pull between this worker and a server of its host."""
 
     def __init__(
         self,
@@ -193,6 +154,7 @@ class NodeClientStream:
     ):
         self._link, self._rank, self._layout = link, rank, layout
         self._pieces, self._pair, self._rest = pieces, pair, sends
+        # Without `gradients`, the push does not use shared memory.
         self._gradients, self._out = gradients, out
         self._names = [tensor.name for tensor in layout.tensors]
         self._begun = 0
@@ -206,14 +168,11 @@ class NodeClientStream:
 
     @property
     def handed(self) -> bool:
-        """Whether MPI has all pieces of the push that are sent in messages."""
+        """Whether MPI has all gradients that are sent in messages."""
         return self._rest is None or self._rest.handed
 
     def is_here(self, incoming: Incoming) -> bool:
-        """Write more gradients to shared memory, and copy parameters; return whether all is done.
-
-        `incoming` is the message with the header of the answer.
-        """
+        """Write more gradients to shared memory, and copy parameters; return true at the end."""
         if self._rest is not None:  # pieces that are sent in messages
             if not self._rest.progress():
                 return False

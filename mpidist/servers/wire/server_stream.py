@@ -8,11 +8,8 @@
 
 When piece k has arrived from all workers that push in pieces, the server adds the gradients in the
 order of the workers, updates the parameters of this piece, and sends them to these workers. A
-server needs memory for 4 pieces (`WINDOW`) per worker.
-
-A `PushStream` receives the pieces of one worker. A `StreamedUpdate` is one update of a model. At
-least one of its pushes comes in pieces; the other pushes may be whole messages. The result has the
-same bits as if all pushes were whole messages.
+server needs memory for 4 pieces (`WINDOW`) per worker. The result has the same bits as if all
+pushes were whole messages.
 """
 
 from __future__ import annotations
@@ -32,15 +29,9 @@ from .wire_pieces import WirePiece, allowed, cut_shard
 
 
 class PushStream:
-    """Receives the pieces of one push from the rank `source`; the server answers each piece.
+    """Receives the pieces of one worker's gradients from the rank `source`."""
 
-    Attributes
-    ----------
-    source : int
-    by_messages : bool
-        Whether the worker gets the answer in messages, and not from shared memory.
-    """
-
+    # Whether the worker gets the answer in messages, and not from shared memory.
     by_messages = True
 
     def __init__(self, link: Link, source: int, pieces: Sequence[WirePiece]):
@@ -51,16 +42,16 @@ class PushStream:
         self._receives.post(0)
 
     def here(self) -> int:
-        """Return how many pieces have arrived."""
+        """Return how many pieces of the gradients have arrived."""
         self._receives.take()
         return self._receives.here
 
     def piece(self, number: int) -> np.ndarray:
-        """Return the memory of a piece that has arrived; it is valid until `use` releases it."""
+        """Return the memory of one piece of the gradients, which is valid until `use` is called."""
         return self._slots[number % len(self._slots)][: self._pieces[number].nbytes]
 
     def use(self) -> None:
-        """Release the memory of the oldest piece, so that it can receive a later piece."""
+        """Release the memory of the oldest piece of the gradients, for a later piece."""
         self._used += 1
         self._receives.post(self._used)
         if self._used == len(self._pieces):
@@ -69,43 +60,31 @@ class PushStream:
 
 
 class PieceViews(NamedTuple):
-    """Views of the parameters and of the optimizer's state that one piece of a message covers.
-
-    `places` has, for each view, the dict and the key where the optimizer expects this array.
-    `memory` has the bytes of the parameters, if the piece covers a range of only one tensor.
-    """
+    """Views of the parameters and of the optimizer's state that one piece of a message covers."""
 
     piece: WirePiece
     parameters: dict[str, np.ndarray]
     state: dict[str, Any]
+    # For each view, the dict and the key where the optimizer expects it.
     places: list[tuple[dict, str, np.ndarray]]
+    # The bytes of the parameters, if the piece covers a range of only one tensor.
     memory: np.ndarray | None
 
 
 class ShardPieces:
-    """The parts of a server's parameters that are updated and sent as one piece each.
-
-    Each piece has NumPy views of the arrays that it covers. The views are made once; if the
-    optimizer replaces an array, they are made again.
-
-    Attributes
-    ----------
-    pieces : list of WirePiece
-        The pieces of the server's part of the model.
-    """
+    """The ranges of a server's parameters that are updated and sent one by one, as pieces."""
 
     def __init__(self, shard: ServerShard, limit: int):
         self._shard, self.pieces = shard, cut_shard(shard.layout, shard.server, limit)
         self._made_for: list = []
+        # The views are made once, and again if the optimizer replaces an array.
         self._views: dict[int, PieceViews] = {}
         self._before: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._scalars: dict[tuple[str, ...], np.ndarray] = {}
 
     def begin(self) -> None:
-        """Begin an update in pieces: copy the optimizer's scalars, such as Adam's step count.
-
-        Each piece starts from these copies, so that every piece is updated with the same scalars.
-        """
+        """Begin an update in pieces: copy the optimizer's scalars, such as Adam's step count."""
+        # Each piece starts from these copies, so that every piece is updated with the same scalars.
         leaves = self._shard.leaves()
         arrays = [*self._shard.parameters.values(), *(leaf for _, leaf in leaves)]
         # An optimizer may have replaced an array by another array.
@@ -119,11 +98,7 @@ class ShardPieces:
             before[...] = leaf
 
     def update(self, number: int, gradients: Mapping[str, np.ndarray], weight: float = 1.0) -> None:
-        """Update the parameters in piece `number` by their gradients.
-
-        `gradients` has the keys that `ServerShard.parameters` has for these tensors. The learning
-        rate is multiplied by `weight`.
-        """
+        """Update one piece of the parameters; `weight` is a factor of the learning rate."""
         views = self.views(number)
         for _, before, scalar in self._before:
             scalar[...] = before
@@ -146,14 +121,14 @@ class ShardPieces:
         self._shard.version += 1
 
     def views(self, number: int) -> PieceViews:
-        """Return the views of the parameters and of the optimizer's state in piece `number`."""
+        """Return views of one piece of the parameters, and of its optimizer state."""
         found = self._views.get(number)
         if found is None:
             found = self._views[number] = self._make(self.pieces[number])
         return found
 
     def answer(self, number: int, ranks: Sequence[int], sends: PieceSends) -> None:
-        """Begin to send the parameters in piece `number` to these ranks, through `sends`."""
+        """Begin to send one piece of the parameters to these ranks."""
         if not ranks:
             return
         piece, parameters, _, _, memory = self.views(number)
@@ -198,27 +173,8 @@ class ShardPieces:
 class StreamedUpdate:
     """One update of a server's parameters, piece by piece, with the answers to the workers.
 
-    A piece is updated and answered as soon as all workers that push in pieces have sent it.
-
-    Parameters
-    ----------
-    sends : PieceSends
-        Sends the answers. MPI reads the answers in the memory of the parameters, which must not
-        change before the sends are complete. The next update seldom waits for the sends, because
-        the workers have received these answers before they push again.
-    shard : ServerShard
-    pieces : ShardPieces
-        The server's parameters, cut into pieces.
-    pushes : sequence of (share, PushStream or parts)
-        The pushes in the order of the workers, each with its share (its weight in the mean). A push
-        that came in one message is given as its parts: pairs (`ShardPart`, gradient).
-    weight : float
-        The weight of the update: the learning rate is multiplied by it.
-
-    Attributes
-    ----------
-    updates : bool
-        Whether the parameters change. They do not change if all shares are 0.
+    A piece is updated and answered as soon as all workers that push in pieces have sent it. MPI
+    reads the answers in the memory of the parameters, which must not change before they are sent.
     """
 
     def __init__(
@@ -230,11 +186,13 @@ class StreamedUpdate:
         weight: float = 1.0,
     ):
         self._shard, self._all, self._sends = shard, pieces, sends
+        # Pairs (share, gradients); the share is the weight in the mean.
         pushes, self._weight = shard.weighed(pushes, weight)
         self._next, self._number = 0, len(pieces.pieces)
         self._streams = [push for _, push in pushes if isinstance(push, PushStream)]
         self._ranks = [stream.source for stream in self._streams if stream.by_messages]
         live = [(share, push) for share, push in pushes if share]
+        # With shares of 0 no parameter changes.
         self.updates = bool(live)
         whole = [(share, push) for share, push in live if not isinstance(push, PushStream)]
         # If all pushes in pieces have no samples, the update is made at once and as a whole. It may
@@ -253,7 +211,7 @@ class StreamedUpdate:
         sends.link.count_pieces(number, nbytes, number, nbytes)
 
     def progress(self) -> bool:
-        """Update and answer the pieces that have arrived; return whether all are answered."""
+        """Update and answer the pieces whose gradients have arrived; return true at the end."""
         here = min((stream.here() for stream in self._streams), default=self._number)
         while self._next < min(here, self._number):
             self._answer(self._next)
@@ -299,7 +257,7 @@ class StreamedUpdate:
 
 
 class ScaledPush:
-    """The gradients of a push that came in one message, multiplied by the push's share."""
+    """The gradients of one worker's message, multiplied by their weight in the mean."""
 
     def __init__(self, shard: ServerShard, share: float, parts: Parts):
         self._found: dict[int, tuple[np.ndarray | None, np.ndarray]] = {}
@@ -315,11 +273,7 @@ class ScaledPush:
             self._found[tensor] = rows, values
 
     def add(self, tensor: int, first: int, total: np.ndarray) -> None:
-        """Add these gradients to `total`, for a range of the tensor with the number `tensor`.
-
-        The range begins at element `first` of what the server holds of the tensor, and has the
-        length of `total`.
-        """
+        """Add these gradients to `total`, for the range of a tensor that begins at `first`."""
         if tensor not in self._found:
             return
         rows, values = self._found[tensor]

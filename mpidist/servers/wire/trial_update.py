@@ -1,8 +1,7 @@
 """Find out whether an optimizer gives the same result if a model is updated piece by piece.
 
 A user's optimizer may count its updates in an attribute, or add arrays to its state in the first
-update. With such an optimizer, updates in pieces would have other results than updates of the whole
-model, so servers collect whole pushes before they update.
+update. Updates in pieces would then have other results than updates of the whole model.
 """
 
 from __future__ import annotations

@@ -7,26 +7,10 @@
 
 A piece has at most 128 KiB (`PIECE_BYTES`) between nodes, and 1 MiB (`NODE_PIECE_BYTES`) within a
 node. A long tensor has pieces of its own, which are sent without a copy; short tensors share a
-piece. Each piece is a range of bytes of the data of a whole message (see `routing.WholeShard`), so
-pieces may also be received into a buffer for a whole message. Worker and server cut the same
-layout, so no message needs to name the parts of a piece.
+piece.
 
-Under BSP a server answers each piece as soon as it has updated the parameters of the piece. A
-worker sends piece k + `WINDOW` of its push only when piece k is answered (`WINDOW` is 4). Without
-this limit, pieces would not save time: the answers, or MPI's own control messages for them, would
-wait behind pieces that MPI has already accepted. The server posts the receives of `WINDOW` pieces
-of each worker in advance, and uses the memory of piece k again for piece k + `WINDOW`. A deadlock
-is impossible: the first unanswered piece is always being sent, and its answer waits only for the
-same piece of the other workers.
-
-In the other modes, a server receives the whole push before it answers or updates anything. A worker
-sends piece k + `WINDOW` when MPI has sent piece k. A worker sends its pushes to one server after
-another: while it sends to the second server, the first server already answers. Worker number w
-begins with server number w, so that at any time all servers have about the same amount to receive.
-A deadlock is impossible: a push that has begun to arrive waits only for the worker that sends it,
-and this worker sends nothing else before MPI has taken the whole push.
-
-This module uses no MPI.
+Under BSP a worker sends piece k + 4 of its gradients only when the server has answered piece k (4
+is `WINDOW`). In the other modes, it sends piece k + 4 when MPI has sent piece k.
 """
 
 from __future__ import annotations
@@ -39,30 +23,29 @@ from ..layout.placement import ServerLayout
 #: The largest number of bytes of a piece, between nodes and within a node; and how many pieces of a
 #: worker may be on the way to one server. Tests lower these numbers. Within a node the ranks share
 #: no network link, and fewer and longer pieces take less time.
+# Without `WINDOW`, pieces would not save time: answers would wait behind pieces that MPI has
+# accepted. No deadlock: under BSP the first unanswered piece is always being sent; in other modes a
+# push that has begun waits only for its worker, which sends nothing else before MPI has taken the
+# whole push.
 PIECE_BYTES, NODE_PIECE_BYTES, WINDOW = 128 << 10, 1 << 20, 4
 
 _ALIGN = 8
 
 
 class PieceSpan(NamedTuple):
-    """A range of a tensor in a piece of a message: elements ``start:stop`` of the flattened tensor.
-
-    The range begins at byte `at` of the piece.
-    """
+    """A range of a tensor in a piece of a message: elements ``start:stop`` of the flat tensor."""
 
     tensor: int
     start: int
     stop: int
+    # The byte of the piece at which the range begins.
     at: int
 
 
 class WirePiece(NamedTuple):
-    """A piece of a push or an answer that is sent as one message.
+    """A piece of gradients or parameters that is sent as one message."""
 
-    It has ranges of one or several tensors (`spans`), and is bytes ``start:stop`` of the data of
-    the whole push or answer. A piece with one range is not copied before it is sent.
-    """
-
+    # Ranges of tensors; together they are bytes `start:stop` of the data of the whole message.
     spans: tuple[PieceSpan, ...]
     start: int
     stop: int
@@ -74,20 +57,15 @@ class WirePiece(NamedTuple):
 
 
 def piece_limit(hosts: Collection[str], nbytes: int) -> int:
-    """Return the largest size of a piece of a message, for a group whose ranks are on these hosts.
-
-    `nbytes` is how many bytes of parameters a server holds.
-    """
+    """Return the largest size of a piece of a message, if a server holds `nbytes` bytes."""
     if len(hosts) > 1:
         return PIECE_BYTES
     return min(NODE_PIECE_BYTES, max(2 * PIECE_BYTES, nbytes // 8))
 
 
 def cut_shard(layout: ServerLayout, server: int, limit: int) -> list[WirePiece]:
-    """Return the pieces in which the parameters that `server` holds are sent.
-
-    Each piece has at most `limit` bytes, rounded down to a multiple of 8.
-    """
+    """Return the pieces, of at most `limit` bytes, in which the parameters on `server` are sent."""
+    # Rounded down to a multiple of 8.
     limit = max(_ALIGN, limit // _ALIGN * _ALIGN)
     found: list[WirePiece] = []
     spans: list[PieceSpan] = []
@@ -120,7 +98,7 @@ def cut_shard(layout: ServerLayout, server: int, limit: int) -> list[WirePiece]:
 def allowed(pieces: int, begun: int, done: int) -> range:
     """Return the numbers of the pieces that may begin to be sent or received now.
 
-    Of all `pieces`, the first `begun` pieces have begun, and the first `done` pieces are answered
-    (or their memory is free again). At most 4 pieces (`WINDOW`) have begun and are not answered.
+    The first `begun` of all `pieces` have begun, and the first `done` pieces are answered. At most
+    4 pieces (`WINDOW`) may have begun without being answered.
     """
     return range(begun, min(pieces, done + WINDOW))
