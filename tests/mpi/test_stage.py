@@ -242,6 +242,25 @@ def test_a_wrong_batch_on_one_rank_is_an_error_on_all(comm):
         comm.Barrier()
 
 
+@pytest.mark.ranks(2, further=(3,))
+def test_a_wrong_argument_of_run_on_one_rank_is_an_error_on_all(comm):
+    """R83: also if the rank catches its error, and does not come back."""
+    inputs, labels = np.zeros((8, 12), np.float32), np.zeros(8, int)
+    first, update = comm.rank == 0, lambda *given: None
+    for schedule, sizes, function, own, told in (
+        ("1f1b", [2, 2, 1 + first, 2], None, MismatchError, "microbatches of"),
+        ("1f1b", [2] * 4, update if first else None, ConfigError, "takes none"),
+        ("pipedream", [2] * 4, None if first else update, ConfigError, "needs a function"),
+    ):
+        group = comm.Dup()  # nothing else is possible on a communicator that has failed
+        cuts = even_cuts("mlp", comm.size)
+        grid = plan_stages(8, cuts=cuts, ranks=comm.size, microbatches=4, schedule=schedule)
+        stage = md.Stage(group, network("mlp"), grid)
+        with pytest.raises(own if first else MismatchError, match=told):
+            stage.run(inputs, labels, sizes, 8, function)
+        comm.Barrier()
+
+
 @pytest.mark.ranks(2)
 def test_inputs_may_lie_in_memory_in_any_way(comm):
     """The first stage passes its inputs on; the next one gets them in one layout."""

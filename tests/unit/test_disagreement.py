@@ -69,6 +69,7 @@ TESTS = {
     "check_replicas": f"{SETTINGS}::test_check_replicas",
     "Stage": "test_stage.py::test_wrong_arguments_are_an_error_on_all_ranks",
     "Stage.step": "test_stage.py::test_ranks_that_pass_batches_of_different_sizes_get_an_error",
+    "Stage.run": "test_stage.py::test_a_wrong_argument_of_run_on_one_rank_is_an_error_on_all",
     "Stage.predict": "test_stage.py::test_ranks_that_pass_batches_of_different_sizes_get_an_error",
     "Stage.forward": "test_stage.py::test_ranks_that_pass_batches_of_different_sizes_get_an_error",
     "Stage.visit": "test_stage.py::test_what_is_no_array_ends_a_visit_on_all_ranks",

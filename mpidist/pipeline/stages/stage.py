@@ -229,6 +229,8 @@ class Stage:
     ) -> None:
         """Compute, send and receive all microbatches of a step, and sum their gradients.
 
+        Collective.
+
         Parameters
         ----------
         inputs, labels : arrays
@@ -238,13 +240,14 @@ class Stage:
             The number of samples of each microbatch of all ranks. A number may be 0.
         total : int
             The number of samples over which the mean is taken: the mean gradients of a microbatch
-            are multiplied by the number of its samples, divided by `total`.
+            are multiplied by the number of its samples, divided by `total`. Pass the same number
+            on all ranks: they do not compare it.
         update : callable
             Needed for "pipedream", see `step`.
         """
-        self._steps.check_update(update)
         began, sent = time.perf_counter(), self.messages.bytes_sent
         with self._operation("md.Stage.step", sizes):
+            self._steps.check_update(update)
             x, y = self._cut(inputs, labels, sizes)
             spans, self._loss = self._steps.step(x, y, sizes, total, update)
             self._note_times(spans)
