@@ -93,7 +93,8 @@ def change_shares(members: Members, given: AskedShares | None) -> Members | None
     """Divide the models of a group anew between the servers. Collective, while training pauses.
 
     `given` has the arguments of `repartition` on a worker, and is None on a rank that only serves.
-    Returns what this rank then knows of its group, or None if nothing changes.
+    Returns this rank's `Members` with the new servers, shares and layouts. Returns None if the
+    servers and shares stay the same.
     """
     link, server = members.link, members.server
     with link.serving(nothing):
@@ -156,7 +157,10 @@ def finish_sending(link, models: Sequence[Hosted]) -> None:
 
 
 def plan_shares(members: Members, given: AskedShares | None) -> NewShares | None:
-    """Check the arguments of `repartition`; return the new shares, or None. Collective."""
+    """Check the arguments of `repartition`, and return the new shares. Collective.
+
+    Returns None if the servers and shares stay the same.
+    """
     return members.link.run_on_all(
         DOING,
         lambda: _describe(members, given),

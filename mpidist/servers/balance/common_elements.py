@@ -17,10 +17,11 @@ from ..layout.placement import ServerLayout
 
 
 class Common(NamedTuple):
-    """The elements of a tensor that one server holds in the old layout and one in the new layout.
+    """Elements of one tensor that server A holds in the old layout and server B in the new layout.
 
-    `old` and `new` are indices of these elements, in the old server's array and in the new server's
-    array: slices of a 1-D array, or rows of the 2-D array that `table` returns.
+    A and B may be the same server. `old` has the indices of these elements in A's array, and `new`
+    has their indices in B's array. If `width` is 0, the indices are slices of a 1-D array.
+    Otherwise they are row numbers of a 2-D array with rows of `width` elements.
     """
 
     old: Any
@@ -28,7 +29,11 @@ class Common(NamedTuple):
     width: int = 0
 
     def table(self, array: np.ndarray) -> np.ndarray:
-        """Return a server's `array` in the shape for which `old` and `new` are indices."""
+        """Return a 1-D `array` of a server in the form in which `old` and `new` are its indices.
+
+        If `width` is not 0, the result is 2-D and has rows of `width` elements. Otherwise it is
+        `array` itself.
+        """
         return array.reshape(-1, self.width) if self.width else array
 
 
@@ -48,7 +53,10 @@ class TensorMove:
         return self.old[server] == self.new[server] and self._same
 
     def common(self, i: int, j: int) -> Common | None:
-        """Return what old server `i` and new server `j` both hold of the tensor, or None."""
+        """Return what server `i` holds in the old layout and server `j` in the new layout.
+
+        The result is None if the two servers have no elements of the tensor in common.
+        """
         a, b = self.old[i], self.new[j]
         if a is None or b is None:
             return None

@@ -35,11 +35,13 @@ PULLED = "pulled"
 
 
 def arrays_of(hosted: Hosted) -> dict[int, dict[Slot, np.ndarray]]:
-    """Return all arrays of a model on this server, by number of a tensor and kind of array.
+    """Return all arrays that this server holds of a model.
 
-    Raises ConfigError if an array of the optimizer's state does not have one entry per parameter.
+    The result maps the number of each tensor to a dict, which maps the name of an array to the
+    array. Such an array has parameters, or one kind of optimizer state (such as velocities), or the
+    parameters that one worker has pulled. Raises ConfigError if an array of the optimizer's state
+    is not a scalar and does not have one entry per parameter.
     """
-    # The kinds: parameters, each array of the optimizer's state, and what workers have pulled.
     shard = hosted.shard
     numbers = {shard.layout.key(p): p.tensor for p in shard.layout.pieces[shard.server]}
     found: dict[int, dict[Slot, np.ndarray]] = {

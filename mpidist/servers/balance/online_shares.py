@@ -52,8 +52,10 @@ class OnlineShares:
         A share is the fraction of each model that a server holds. All workers call `repartition`
         between the same two steps; ranks that only serve take part inside `serve`. Parameters,
         optimizer state and counts of updates move to their new servers, and the values do not
-        change. A server needs memory for one more array (a tensor, or one kind of its optimizer
-        state), and for a second copy of its parameters if they move into new shared memory.
+        change. Arrays move one after the other, so a server needs extra memory for only one array:
+        its part of one tensor, or one kind of optimizer state (such as velocities) of this part. If
+        the parameters move into new shared memory, the server needs memory for a second copy of
+        them. In an elastic run it needs memory for all its new parts beside the old ones.
 
         Parameters
         ----------
@@ -109,15 +111,16 @@ class OnlineShares:
         Parameters
         ----------
         policy : Rebalance, or what `ParameterServer` takes as `rebalance`, optional
-            How far the shares change, according to the busy seconds of the servers since the last
-            call. The setting `every` (the number of steps between two measurements) has no effect
-            here.
+            When and how far the shares change, according to the seconds for which each server was
+            busy since the last call. The setting `every` (the number of steps between two
+            measurements) has no effect here.
 
         Returns
         -------
         list of float or None
-            The new shares; None if the present shares are good enough, or if the servers were busy
-            for less than a fiftieth of the time. Busy seconds do not show a slow network link.
+            The new shares. None if the shares stay: because they are good enough, because a server
+            got no push, or because all servers were busy for less than a fiftieth of the time. Busy
+            seconds do not show a slow network link.
 
         Raises
         ------

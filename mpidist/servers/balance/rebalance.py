@@ -6,8 +6,8 @@
     in proportion    0.8         0.2         the shares with which both would be busy for 0.32 s
 
 By default, a share moves only half of the way from its present value to the share in proportion to
-the speed. The shares change only if the busiest server would be busy for clearly less time with the
-new shares than with the old ones.
+the speed. The shares change only if shares in proportion to the speeds would make the busiest
+server busy for clearly less time.
 """
 
 from __future__ import annotations
@@ -34,26 +34,34 @@ class BusySince(NamedTuple):
     seconds: float = 0.0
 
     def since(self, before: BusySince) -> BusySince:
-        """Return the increase of all numbers since the earlier measurement `before`."""
+        """Return by how much each of the three numbers has grown since an earlier measurement.
+
+        The numbers are the busy seconds, the pushes, and the seconds in all. `before` has the
+        numbers of the earlier measurement.
+        """
         busy, pushes, seconds = before
         return BusySince(self.busy - busy, self.pushes - pushes, self.seconds - seconds)
 
 
 @dataclass(frozen=True)
 class Rebalance:
-    """When and how far mpidist changes the shares of servers according to their busy seconds.
+    """When and how far mpidist changes the servers' shares, according to how busy the servers are.
+
+    A share is the fraction of each model that a server holds. A server is busy while it receives
+    requests, makes updates or writes answers.
 
     Parameters
     ----------
     every : int
         The number of steps between two measurements, at least 1.
     gain : float
-        Above 0 and below 1. The shares change only if shares in proportion to the measured speeds
-        (share per busy second) would reduce the busy seconds of the busiest server by at least this
-        fraction.
+        Above 0 and below 1. The fraction by which new shares must reduce the busy seconds of the
+        busiest server. mpidist predicts the busy seconds for shares in proportion to the measured
+        speeds. The speed of a server is its share divided by its busy seconds. If the predicted
+        reduction is smaller than `gain`, the shares do not change.
     step : float
-        Above 0 and at most 1. With 1, the new shares are in proportion to the measured speeds. With
-        0.5, they are half-way between those and the present shares.
+        Above 0 and at most 1. How far the shares move from their present values to shares in
+        proportion to the measured speeds. 1 is the whole way, and 0.5 is half of the way.
 
     Raises
     ------
@@ -78,10 +86,12 @@ class Rebalance:
                 raise ConfigError(f"Rebalance: {name} is {shown(value)}, expected {limits}")
 
     def follow(self, shares: Sequence[float], since: Sequence[BusySince]) -> list[float] | None:
-        """Return new shares from what the servers have measured since the last call, or None.
+        """Return a new share for each server, or None if the shares stay.
 
-        None means that a server got no push, that all servers were busy for too little time, or
-        that `propose` changes nothing.
+        A share is the fraction of each model that a server holds. `shares` has the present share of
+        each server, and `since` has what each server has measured since the last call. None means
+        that a server got no push, that all servers were busy for too little time, or that `propose`
+        returns None.
         """
         if any(not one.pushes for one in since):
             return None
@@ -90,7 +100,13 @@ class Rebalance:
         return self.propose(shares, [one.busy for one in since])
 
     def propose(self, shares: Sequence[float], busy: Sequence[float]) -> list[float] | None:
-        """Return new shares from the servers' busy seconds; None if the present ones are good."""
+        """Return a new share for each server, computed from busy seconds; None if the shares stay.
+
+        A share is the fraction of each model that a server holds. `shares` has the present share of
+        each server, and `busy` has its busy seconds. The shares stay if a change would save too
+        little time (see `gain`), if fewer than two servers have a share, or if one of them was not
+        busy at all.
+        """
         # A server with share 0 keeps this share.
         serving = [k for k, share in enumerate(shares) if share]
         if len(serving) < 2 or min(busy[k] for k in serving) <= 0:

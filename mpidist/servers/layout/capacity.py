@@ -23,9 +23,9 @@ def needed(
     """Return how many bytes a server needs for a model if it holds `shard` bytes of parameters.
 
     The number counts parameters, optimizer state (`copies` times the parameters), gradients, and
-    answers. With `pulled`, it includes a copy of the parameters for each worker. If pushes arrive
-    in pieces that are answered at once, `ahead` is the number of bytes of a worker's pieces that
-    are on the way at the same time.
+    answers. With `pulled`, it includes a copy of the parameters for each worker. `ahead` is None if
+    servers receive each push as a whole. If pushes arrive in pieces, `ahead` is the largest number
+    of bytes of one worker that are on the way at the same time.
     """
     copies += workers * pulled
     if ahead is not None and ahead < shard:

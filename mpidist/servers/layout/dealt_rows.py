@@ -25,10 +25,12 @@ Turns = tuple[int, ...]
 
 
 def turns_of(shares: Sequence[float]) -> Turns:
-    """Return the turns in which rows are dealt to servers with these shares, as server numbers.
+    """Return the order in which servers get the rows of a table, as a tuple of server numbers.
 
-    Row i goes to the server ``turns[i % len(turns)]``. A server's part of the turns differs from
-    its share by at most 3 %, if a list of up to 256 turns allows it.
+    The order is repeated until all rows are dealt. So the server of row i is ``turns[i %
+    len(turns)]``, where `turns` is the result. `shares` has the share of each server. The fraction
+    of the turns that a server gets differs from its share by at most 3 % of the share, if a tuple
+    of up to 256 turns allows it.
     """
     total = sum(shares)
     parts = [share / total for share in shares]
@@ -49,16 +51,20 @@ def turns_of(shares: Sequence[float]) -> Turns:
 
 
 def dealt_to(server: int, count: int, turns: Turns) -> np.ndarray:
-    """Return the row numbers that `server` holds of `count` rows dealt in `turns`, ascending."""
+    """Return the numbers of the rows that `server` holds, in ascending order.
+
+    The table has `count` rows. Row i is on the server ``turns[i % len(turns)]``.
+    """
     mine = np.flatnonzero(np.array(turns) == server)
     rows = (np.arange(0, count, len(turns))[:, np.newaxis] + mine).reshape(-1)
     return rows[rows < count]
 
 
 def first_rows(count: int, turns: Turns) -> list[int]:
-    """Return where the rows of each server begin in dealt order, and at the end `count`.
+    """Return the position in dealt order at which the rows of each server begin, and then `count`.
 
-    In dealt order, all rows of server 0 come first, then those of server 1, and so on.
+    In dealt order, all rows of server 0 come first, then those of server 1, and so on. `count` is
+    the number of rows of the table. Row i is on the server ``turns[i % len(turns)]``.
     """
     periods, more = divmod(count, len(turns))
     number = max(turns) + 1
@@ -71,7 +77,8 @@ def first_rows(count: int, turns: Turns) -> list[int]:
 def dealt_places(rows: np.ndarray, count: int, turns: Turns) -> np.ndarray:
     """Return the position of each of `rows` in dealt order.
 
-    In dealt order, all rows of server 0 come first, then those of server 1, and so on.
+    In dealt order, all rows of server 0 come first, then those of server 1, and so on. `count` is
+    the number of rows of the table. Row i is on the server ``turns[i % len(turns)]``.
     """
     first, each = _turn_places(count, turns)
     periods, place = np.divmod(rows, len(turns))
@@ -80,7 +87,10 @@ def dealt_places(rows: np.ndarray, count: int, turns: Turns) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _turn_places(count: int, turns: Turns) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each turn the place of its first row in dealt order, and its server's turns."""
+    """Return the position in dealt order of each turn's first row, and the turns of its server.
+
+    The second array has, for each turn, the number of turns of the same server.
+    """
     servers = np.array(turns)
     each = np.bincount(servers)
     order = np.argsort(servers, kind="stable")

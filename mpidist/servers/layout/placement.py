@@ -96,7 +96,10 @@ class ServerLayout(NamedTuple):
 
     @property
     def imbalance(self) -> float:
-        """The largest ratio of a server's bytes to its share of all bytes; 1.0 is the ideal."""
+        """The largest ratio of the bytes that a server holds to the bytes that it should hold.
+
+        A server should hold its share of all bytes. The ideal ratio is 1.0.
+        """
         loads = self.bytes_of_all()
         total = sum(loads)
         if not total:

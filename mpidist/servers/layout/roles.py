@@ -159,12 +159,13 @@ def _ranks_listed(placement) -> list[int]:
 
 
 def balanced_shares(hosts: Sequence[Hashable], workers: Sequence[int]) -> dict[int, float]:
-    """Return the fractions of a model that ranks serve, so that no host sends more than needed.
+    """Return the share of a model that each server gets, so that no host sends more than needed.
 
-    The result is a dict of rank to share. If n hosts have workers and k hosts only serve, BytePS
-    (Jiang et al., OSDI 2020) gives each of the k hosts ``2 (n - 1)`` parts of the model, and each
-    of the n hosts ``n - k`` parts. If n is at most k, only the k hosts serve. The ranks of a host
-    have equal shares. `hosts` has the host of each rank.
+    The result is a dict of rank to share. A share divided by the sum of all shares is the fraction
+    of the model that the rank holds. If n hosts have workers and k hosts only serve, BytePS (Jiang
+    et al., OSDI 2020) gives each of the k hosts the share ``2 (n - 1)``, and each of the n hosts
+    the share ``n - k``. If n is at most k, only the k hosts serve, with equal shares. The ranks of
+    a host divide the share of the host equally. `hosts` has the host of each rank.
     """
     working = {hosts[rank] for rank in workers}
     n, k = len(working), len(set(hosts) - working)

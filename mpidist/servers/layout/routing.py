@@ -44,20 +44,27 @@ class ShardPart(NamedTuple):
         return np.asarray(self.rows) - self.piece.start // width
 
     def with_local_rows(self, layout: ServerLayout, rows: np.ndarray) -> ShardPart:
-        """Return a part with the given rows of the same piece, counted from its first row."""
+        """Return a `ShardPart` of the same piece with other rows.
+
+        The piece is what one server holds of a tensor. `rows` are counted from the first row of the
+        piece.
+        """
         width = max(1, layout.tensors[self.piece.tensor].width)
         return self._replace(rows=rows + self.piece.start // width)
 
 
 def whole_parts(layout: ServerLayout, server: int) -> list[ShardPart]:
-    """Return one `ShardPart` for all that `server` holds of each tensor."""
+    """Return a list with one `ShardPart` for each tensor of which `server` holds elements.
+
+    The `ShardPart` contains all that the server holds of the tensor.
+    """
     return [ShardPart(piece) for piece in layout.pieces[server]]
 
 
 def route(
     layout: ServerLayout, server: int, wanted: Mapping[int, np.ndarray | None]
 ) -> list[ShardPart]:
-    """Return those wanted tensors and rows that `server` holds, as parts for a message.
+    """Return the tensors and rows in `wanted` that `server` holds, as a list of `ShardPart`.
 
     `wanted` maps the number of a tensor to rows, or to None for all rows.
     """
@@ -74,7 +81,10 @@ def route(
 
 
 def owned(layout: ServerLayout, piece: Piece, rows: np.ndarray) -> np.ndarray:
-    """Return a boolean array that says which of `rows` are in `piece`, one server's part."""
+    """Return a boolean array that says which of `rows` are in `piece`.
+
+    The piece is what one server holds of a tensor.
+    """
     if layout.tensors[piece.tensor].open is not None:
         return owners(rows, layout.shares) == piece.start
     width = max(1, layout.tensors[piece.tensor].width)
@@ -110,10 +120,10 @@ def encode_parts(parts: Sequence[ShardPart]) -> np.ndarray:
 
 
 def decode_parts(words: np.ndarray, layout: ServerLayout, server: int) -> list[ShardPart]:
-    """Return the tensors and rows that a selection lists, as parts of what `server` holds.
+    """Return the tensors and rows that a selection lists, as a list of `ShardPart` objects.
 
-    A selection is an array `words` that `encode_parts` has made. Raises ProtocolError if this
-    server does not hold what it lists.
+    A selection is an array `words` that `encode_parts` has made. Raises ProtocolError if `server`
+    does not hold a tensor or a row that the selection lists.
     """
     here = {piece.tensor: piece for piece in layout.pieces[server]}
     parts, at = [], 0
@@ -138,7 +148,11 @@ def data_bytes(layout: ServerLayout, parts: Sequence[ShardPart]) -> int:
 def views(
     layout: ServerLayout, parts: Sequence[ShardPart], buffer: np.ndarray, offset: int
 ) -> Iterator[tuple[ShardPart, np.ndarray]]:
-    """Yield each part with a 1-D view of its data; the data begin at byte `offset` of `buffer`."""
+    """Yield pairs (part, 1-D view of its data) for all `parts` of a message.
+
+    A part is a `ShardPart`: what the message has of one tensor. The message is in `buffer`. The
+    data of the first part begin at byte `offset`, and the data of the other parts follow.
+    """
     for part in parts:
         dtype = layout.tensors[part.piece.tensor].dtype
         stop = offset + part.elements(layout) * dtype.itemsize
@@ -149,7 +163,10 @@ def views(
 
 
 class WholeParts(list):
-    """A list of pairs (part, gradient) of a message with all tensors of one server."""
+    """A list of pairs (part, gradient), from a message with all that one server holds of a model.
+
+    A part is all that the server holds of one tensor.
+    """
 
     __slots__ = ("gradients",)
 
@@ -161,7 +178,10 @@ class WholeParts(list):
 
 
 class WholeShard:
-    """All that one server holds of a model, as parts of a message with known positions."""
+    """Where the data are in messages that contain all that one server holds of a model.
+
+    Such a message has a part for each tensor: all that the server holds of the tensor.
+    """
 
     def __init__(self, layout: ServerLayout, server: int):
         self.layout, self.parts = layout, whole_parts(layout, server)
@@ -176,7 +196,11 @@ class WholeShard:
         self._kept: dict[tuple[int, int], tuple[np.ndarray, WholeParts]] = {}
 
     def views(self, buffer: np.ndarray, offset: int) -> list[tuple[ShardPart, np.ndarray]]:
-        """Return pairs (part, 1-D view of its data) in a message, from byte `offset` on."""
+        """Return a list of pairs (part, 1-D view of its data) for a message in `buffer`.
+
+        A part is all that the server holds of one tensor. The data of the first part begin at byte
+        `offset`, and the data of the other parts follow.
+        """
         if offset + self.nbytes > buffer.size:
             raise ProtocolError("parameter server: message ends before its last tensor")
         return [
@@ -187,7 +211,10 @@ class WholeShard:
     def kept_views(
         self, buffer: np.ndarray, offset: int
     ) -> list[tuple[ShardPart, np.ndarray]] | WholeParts:
-        """Return pairs (part, 1-D view of its data) in a message, from byte `offset` on.
+        """Return a list of pairs (part, 1-D view of its data) for a message in `buffer`.
+
+        A part is all that the server holds of one tensor. The data of the first part begin at byte
+        `offset`, and the data of the other parts follow.
 
         The views of small buffers are kept for the next message in the same buffer.
         """

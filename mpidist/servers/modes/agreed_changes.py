@@ -58,9 +58,9 @@ class Asked:
 
 
 class AgreedChanges:
-    """Checks on one server that all workers of a model request the same changes in the same step.
+    """Checks on a server that all workers of a model request the same changes in the same step.
 
-    A change is another consistency mode or another optimizer.
+    A change is another consistency mode (such as BSP) or another optimizer.
     """
 
     def __init__(self, hosted: Any):
@@ -72,7 +72,11 @@ class AgreedChanges:
         return bool(self._asked)
 
     def hear(self, worker: int, text: bytes, ranks: Sequence[int]) -> None:
-        """Record that `worker` requests the change in the message `text` in its present step."""
+        """Record that `worker` requests the change in the message `text`, in its present step.
+
+        Raises ProtocolError if another worker requests a different change in this step, or has
+        finished the step without this change. `ranks` has the rank of each worker.
+        """
         gate, what = self._hosted.gate, json.loads(text)["of"]
         clock = gate.clocks[worker]
         asked = self._asked.get((clock, what))
@@ -95,7 +99,11 @@ class AgreedChanges:
         asked.workers.add(worker)
 
     def due(self) -> list[Action]:
-        """Return the actions that give a server the optimizers that all workers have requested."""
+        """Return an action for each new optimizer that all workers have requested.
+
+        An action (`Do`) is a function that the server calls: here it makes the server use the new
+        optimizer. Each action is returned only once.
+        """
         live = {worker for worker, lives in enumerate(self._hosted.gate.live) if lives}
         in_order = (self._asked[key] for key in sorted(self._asked))
         due = [one for one in in_order if one.is_due and one.workers >= live]
@@ -108,7 +116,10 @@ class AgreedChanges:
         self._optimizer = text
 
     def facts(self) -> dict[str, Any]:
-        """Return all changes of mode and optimizer so far, as plain values for `go_on`."""
+        """Return all changes of mode and optimizer so far, as plain values.
+
+        A new server passes them to `go_on`.
+        """
         asked = [
             (*key, one.text, sorted(one.workers), one.is_due) for key, one in self._asked.items()
         ]
@@ -116,7 +127,11 @@ class AgreedChanges:
         return {"asked": asked, "modes": modes, "optimizer": self._optimizer}
 
     def go_on(self, facts: Mapping[str, Any]) -> None:
-        """On a new server, take over the changes that a present server returns by `facts`."""
+        """Make the changes that another server has recorded.
+
+        A new server calls this method. `facts` is the result of the method `facts` on a server that
+        has been there before.
+        """
         for clock, text in facts["modes"]:
             self._hosted.change_mode(decode_mode(text), clock)
         if facts["optimizer"]:
@@ -126,7 +141,11 @@ class AgreedChanges:
             asked.workers, asked.is_due = set(workers), is_due
 
     def check_tick(self, worker: int, clock: int, ranks: Sequence[int]) -> None:
-        """Raise ProtocolError if `worker` ends a step without the change that others request."""
+        """Raise ProtocolError if `worker` ends a step without a change that other workers request.
+
+        All workers must request the same changes of the mode and the optimizer in the same step.
+        `clock` is the number of the step, and `ranks` has the rank of each worker.
+        """
         for (at, _), asked in self._asked.items():
             if at == clock and worker not in asked.workers:
                 raise self._missing(worker, asked, clock, ranks)

@@ -78,7 +78,10 @@ class BackupWorkers(Consistency):
     def gate(
         self, workers: int, server: int = 0, now: Callable[[], float] = time.monotonic
     ) -> ConsistencyGate:
-        """Return the object that decides on server number `server` when workers may go on."""
+        """Return the gate of server number `server`, an object that decides when workers may go on.
+
+        The gate of the first server decides for all servers, and the other gates follow it.
+        """
         return FollowingGate(self, workers) if server else BackupGate(self, workers)
 
 
@@ -95,9 +98,10 @@ class Decision(NamedTuple):
 
 
 class BackupGate(ConsistencyGate):
-    """Decides on the first server when a step is done, and which gradients count.
+    """The gate of the first server in the mode `BackupWorkers`, in which some workers may be late.
 
-    It is used in the mode `BackupWorkers`.
+    The gate decides when a step is done. It also decides which gradients of the step make its
+    update, and which gradients are dropped because they are late.
     """
 
     def __init__(self, consistency: BackupWorkers, workers: int):
@@ -109,11 +113,19 @@ class BackupGate(ConsistencyGate):
         self._finished: set[int] = set()  # workers that have finished the present round
 
     def is_open(self, worker: int) -> bool:
-        """Whether `worker` is answered now, because it is late or at the present step."""
+        """Whether `worker` may get the parameters for the present step now.
+
+        A worker that has finished the present step waits until the step is done. A worker that is
+        still in this step or in an earlier step does not wait.
+        """
         return self.clocks[worker] <= self.round
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return (workers that have not finished the present step, how many of them must do so)."""
+        """Return the workers that must finish the present step, and how many of them must do so.
+
+        The list has all workers that have not finished the present step. The step is done when that
+        many of them have finished it.
+        """
         working = self._working()
         return working, min(self._needed - len(self._finished), len(working))
 
@@ -129,14 +141,22 @@ class BackupGate(ConsistencyGate):
         return self._moved()
 
     def tick(self, worker: int) -> list[Action]:
-        """Record the end of a step of `worker`; return the updates and answers allowed now."""
+        """Record that `worker` has ended its step; return the actions that are possible now.
+
+        An action makes an update (`Apply`), leaves out late gradients (`Drop`), or sends a worker
+        the parameters for which it waits (`Answer`).
+        """
         if self._present(worker, "clock") == self.round:
             self._finished.add(worker)
         self.clocks[worker] += 1
         return self._moved()
 
     def pull(self, worker: int, item: Any = None) -> list[Action]:
-        """Record that `worker` asks for parameters; return the updates and answers allowed now."""
+        """Record that `worker` asks for parameters; return the actions that are possible now.
+
+        An action makes an update (`Apply`), leaves out late gradients (`Drop`), or sends a worker
+        the parameters for which it waits (`Answer`).
+        """
         self._present(worker, "pull")
         if self.entered[worker] == self.clocks[worker]:
             return [self._enter(worker, item)]  # a second pull in the same step
@@ -144,7 +164,11 @@ class BackupGate(ConsistencyGate):
         return self._moved()
 
     def leave(self, worker: int) -> list[Action]:
-        """Record that `worker` left or died; return the updates and answers allowed now."""
+        """Record that `worker` left or died; return the actions that are possible now.
+
+        An action makes an update (`Apply`), leaves out late gradients (`Drop`), or sends a worker
+        the parameters for which it waits (`Answer`).
+        """
         self._present(worker, "leave")
         self.live[worker] = False
         if worker in self.held.get(self.round, ()):
@@ -189,7 +213,11 @@ class BackupGate(ConsistencyGate):
 
 
 class FollowingGate(BackupGate):
-    """Makes updates and answers workers on all servers but the first, as the first has decided."""
+    """The gate of each server except the first in the mode `BackupWorkers`.
+
+    The first server decides which gradients make the update of a step, and when a worker is
+    answered. This gate lets its server do the same.
+    """
 
     def __init__(self, consistency: BackupWorkers, workers: int):
         super().__init__(consistency, workers)
@@ -197,11 +225,20 @@ class FollowingGate(BackupGate):
         self.settled = False
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return no workers and 0, as only the first server knows for whom `worker` waits."""
+        """Return an empty list and 0, because this server does not know for whom `worker` waits.
+
+        Other gates return a list of the workers for which `worker` waits, and how many of them must
+        go on first. In this mode only the first server knows the workers.
+        """
         return [], 0
 
     def follow(self, decision: Decision) -> list[Action]:
-        """Record a decision of the first server; return the updates and answers that it allows."""
+        """Record a decision of the first server; return the actions that are possible now.
+
+        An action makes an update (`Apply`), leaves out late gradients (`Drop`), or sends a worker
+        the parameters for which it waits (`Answer`). An action is possible when the pushes or the
+        pull that it needs have arrived.
+        """
         self._script.append(decision)
         return self._moved()
 

@@ -1,4 +1,4 @@
-"""Decide when pushes are applied and pulls answered, if a model's mode changes in training.
+"""Decide when pushes are applied and pulls are answered if a model's mode changes in training.
 
     clock      0   1   2   3   4   5   6
     mode       SSP(3)......    BSP.......      all workers set BSP in clock 2
@@ -7,7 +7,8 @@
 A clock is a step of a worker. All workers set a new mode in the same clock c, and the new mode
 begins with clock c + 1. Each worker sends the new mode to the server before it finishes clock c, so
 the server knows the mode of each clock before the first worker comes to this clock. No push is lost
-or applied twice. All workers begin the first clock after BSP or SSP(0) with the same parameters.
+or applied twice. If the old mode is BSP or SSP(0), a worker begins clock c + 1 only when the pushes
+of all workers in clock c are applied.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from ..consistency import Action, Answer, Consistency, ConsistencyGate
 # If the pushes of clock c are held (BSP, SSP(0)), the pulls of clock c + 1 wait for them in any
 # mode. Otherwise a worker could get parameters that lack its own push.
 class ChangingGate(ConsistencyGate):
-    """Decides when gradients are applied and workers answered, if a model's mode changes.
+    """Decides when gradients are applied and pulls are answered, for a model whose mode changes.
 
-    At the first change, a `ChangingGate` takes the place of `gate`, the `ConsistencyGate` of the
-    first mode, and takes over its clocks, pushes and pulls.
+    A consistency mode, such as BSP, says for whom a worker waits. At the first change of the mode,
+    a `ChangingGate` replaces `gate`, the `ConsistencyGate` of the first mode. It takes over the
+    number of finished steps of each worker, the pushes that are not applied yet, and the pulls that
+    are not answered yet.
     """
 
     def __init__(
@@ -38,7 +41,7 @@ class ChangingGate(ConsistencyGate):
         self._share(gate, self)
 
     def change(self, consistency: Consistency, clock: int) -> None:
-        """Use the mode `consistency` from the step `clock` on.
+        """Use the mode `consistency` for step number `clock` and later steps.
 
         Each call must name a later step than the call before.
         """
@@ -50,12 +53,12 @@ class ChangingGate(ConsistencyGate):
 
     @staticmethod
     def _share(source: ConsistencyGate, target: ConsistencyGate) -> None:
-        """Let two gates have the same clocks, pushes and pulls."""
+        """Let two gates have the same clocks (numbers of finished steps), pushes and pulls."""
         for name in ("clocks", "live", "pushed", "entered", "held", "waiting", "gaps"):
             setattr(target, name, getattr(source, name))
 
     def _gate(self, clock: int) -> ConsistencyGate:
-        """Return the gate with the rules of a clock."""
+        """Return the gate with the rules of the step number `clock`."""
         return self._gates[bisect_right(self._starts, clock) - 1]
 
     def mode_at(self, clock: int) -> Consistency:
@@ -85,7 +88,11 @@ class ChangingGate(ConsistencyGate):
         return behind, len(behind)
 
     def tick(self, worker: int) -> list[Action]:
-        """Record the end of a step of `worker`; return the updates and answers allowed now."""
+        """Record that `worker` has ended its step; return the actions that are possible now.
+
+        An action makes an update (`Apply`), or sends a worker the parameters for which it waits
+        (`Answer`).
+        """
         self._gate(self.clocks[worker]).note_tick(worker)
         return super().tick(worker)
 

@@ -1,4 +1,4 @@
-"""A worker's part in changes of the mode and the optimizer: checks, and messages to servers."""
+"""What a worker does if a model's consistency mode or optimizer changes: checks and messages."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from .stale_gradients import check_momentum
 
 
 class ClientModes:
-    """Remembers for one worker which consistency mode each of its steps has.
+    """Remembers for one worker which consistency mode (such as BSP) each of its steps has.
 
-    `votes` says whether this is an elastic run, in which the mode cannot change. The attribute
-    `in_memory` says whether servers of this host may read gradients in the memory of this worker.
+    `votes` is true in an elastic run with several servers. In an elastic run the mode cannot
+    change. The attribute `in_memory` says whether servers of this host may read gradients in the
+    memory of this worker.
     """
 
     def __init__(self, asked: Request, votes: bool):
@@ -49,34 +50,47 @@ class ClientModes:
 
     @property
     def newest(self) -> Consistency:
-        """The mode that was set last, which may begin only with the next step."""
+        """The consistency mode that was set last.
+
+        If it was set in the present step, it is used from the next step on.
+        """
         return self._modes[-1]
 
     def at(self, clock: int) -> Consistency:
-        """Return the consistency mode of a clock (step) of this worker."""
+        """Return the consistency mode of step number `clock` of this worker."""
         if clock >= self._starts[-1]:
             return self._modes[-1]
         return self._modes[bisect_right(self._starts, clock) - 1]
 
     def asks_all(self, clock: int) -> bool:
-        """Whether a worker begins the step `clock` only when every server has answered it."""
+        """Whether this worker begins step number `clock` only after an answer from every server.
+
+        Otherwise it asks only the servers that hold the parameters that it needs.
+        """
         return self._votes or self.at(clock).asks_all
 
     def streams(self, clock: int) -> bool:
-        """Whether servers may apply and answer large gradients of the step `clock` in pieces."""
+        """Whether servers may process large gradients of step number `clock` in pieces.
+
+        A server then updates the parameters and sends them to the workers piece after piece.
+        """
         return self._streams and self.at(clock).streams
 
     def clip_norm(self, clock: int) -> float | None:
-        """Return the norm to which this worker clips its gradients, or None if servers do it."""
-        # None also without clipping.
+        """Return the norm to which this worker clips its gradients in step number `clock`.
+
+        None means that servers clip the gradients, or that gradients are not clipped.
+        """
         return None if self.at(clock).merges else self._asked.clip_norm
 
     def checked(self, mode: Any, clock: int) -> bytes:
-        """Check a mode that the user sets in the step `clock`; return the message for servers."""
+        """Check the consistency mode that the user sets in step number `clock`; return a message.
+
+        The message tells servers the new mode. It is empty if the mode does not change.
+        """
         name = self._asked.name
         if not isinstance(mode, Consistency):
             raise ConfigError(f"client {name!r}: consistency is {shown(mode)}; give BSP, SSP, ...")
-        # The message is empty if the mode does not change.
         if self._starts[-1] > clock:
             if mode == self._modes[-1]:
                 return b""
@@ -94,12 +108,15 @@ class ClientModes:
         return text
 
     def set(self, mode: Consistency, clock: int) -> None:
-        """Use `mode` from the step after `clock` on."""
+        """Use the consistency mode `mode` for all steps after step number `clock`."""
         self._starts.append(clock + 1)
         self._modes.append(mode)
 
     def checked_optimizer(self, optimizer: Any, clock: int, layout: ServerLayout) -> bytes:
-        """Check an optimizer that is set in the step `clock`; return the message for servers."""
+        """Check the optimizer that the user sets in step number `clock`; return a message.
+
+        The message tells servers the new optimizer.
+        """
         name = self._asked.name
         refuse_in_elastic_runs(name, self._votes, "optimizer")
         if isinstance(table := self._asked.optimizer, TableUpdate):
@@ -112,7 +129,7 @@ class ClientModes:
         return encode_optimizer(name, layout, optimizer)
 
     def set_optimizer(self, optimizer: Any, clock: int) -> None:
-        """Record that the optimizer changes in the step `clock`."""
+        """Record that the user sets `optimizer` in step number `clock`."""
         self._changed = clock
         self._streams = self._pieces and has_the_same_bits(optimizer)
         # Outside BSP, servers use the old optimizer until the last worker has changed it.

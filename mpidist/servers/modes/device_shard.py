@@ -27,8 +27,8 @@ from ..shards import ServerShard
 def check_device(asked: Request, group: Any, serves: bool, grows: bool) -> None:
     """Raise ConfigError if this rank cannot update a model on the requested device.
 
-    `serves` says whether this rank is a server, and `grows` says whether the model has open tables
-    (whose rows are made by pushes), which cannot be updated on a GPU.
+    `serves` says whether this rank is a server. `grows` says whether the model has an open table (a
+    table to which pushes add rows). An open table cannot be updated on a GPU.
     """
     name, device = asked.name, asked.server_device
     check_device_name(device, f"model {name!r}: ")

@@ -9,15 +9,16 @@ steps:
 
 If a worker is more than `low` and at most `high` steps ahead, a rule decides:
 
-median   The worker may go on if the slowest worker is usually about as fast: if the median of the
-         slowest worker's last 31 work times is at most twice the worker's own median, or if the
-         mean is at most twice the worker's own mean. A work time is the time from the answer of a
-         pull to the end of the worker's step. A worker with fewer than 16 work times does not
-         count as slow.
-paper    The rule of Zhao et al.: when the fastest worker is `low` steps ahead, the server predicts
-         the times of the next pushes of this worker and of the slowest worker from their two newest
-         pushes. The server grants the number of further steps, up to ``high - low``, after which
-         the predicted times of the two workers are closest to each other.
+median   A work time is the time from the answer of a pull to the end of the worker's step. The
+         server computes the median and the mean of the last 31 work times of each worker. The
+         worker may go on if the median of the slowest worker is at most twice its own median. It
+         may also go on if the mean of the slowest worker is at most twice its own mean. A worker
+         with fewer than 16 work times does not count as slow.
+paper    The rule of Zhao et al.: when the fastest worker wants to be more than `low` steps ahead,
+         the server predicts when this worker and the slowest worker will push next. It uses the
+         times of the two newest pushes of each worker. Then it lets the fastest worker make up to
+         ``high - low`` further steps. Their number is chosen so that, after them, the fastest
+         worker pushes as close as possible to a push of the slowest worker.
 
 With several servers, only the first server uses the rule, and the other servers use the bound
 `high`.
@@ -48,10 +49,11 @@ _TIMES, _ALIKE = 31, 2.0
 class DSSP(Consistency):
     """Dynamic stale-synchronous: SSP with a bound between `low` and `high`, set from work times.
 
-    A worker may be up to `high` steps ahead of the slowest worker if the slowest worker is usually
-    as fast, and otherwise up to `low` steps. So short pauses of a worker do not delay the other
-    workers, and a worker that is always slow does not make the other workers compute with old
-    parameters. With ``low == high`` this is SSP.
+    If all workers are usually about equally fast, a worker may be up to `high` steps ahead of the
+    slowest worker. If the slowest worker is always clearly slower, the other workers may be up to
+    `low` steps ahead of it. So short pauses of a worker do not delay the other workers, and a
+    worker that is always slow does not make the other workers compute with old parameters. With
+    ``low == high`` this is SSP.
 
     Zhao et al., "Dynamic stale synchronous parallel distributed training for deep learning", ICDCS
     2019, arXiv 1908.11848.
@@ -91,20 +93,31 @@ class DSSP(Consistency):
     def gate(
         self, workers: int, server: int = 0, now: Callable[[], float] = time.monotonic
     ) -> ConsistencyGate:
-        """Return the object that decides on server number `server` when workers may go on."""
+        """Return the gate of server number `server`, an object that decides when workers may go on.
+
+        ``now()`` returns the time in seconds.
+        """
         # Only server 0 changes the bound; the other servers use SSP with the constant bound `high`.
         return ConsistencyGate(self, workers) if server else DynamicGate(self, workers, now)
 
 
 class Rule(Protocol):
-    """Decides under `DSSP` whether a worker `low` to `high` steps ahead goes on or waits."""
+    """A rule of the mode `DSSP`: decides whether a worker that is far ahead may go on.
+
+    The rule decides for a worker that is more than `low` and at most `high` steps ahead of the
+    slowest worker.
+    """
 
     def may_pass(self, gate: DynamicGate, worker: int) -> bool:
-        """Return whether `worker`, which waits for parameters, may go on now."""
+        """Return whether `worker`, which waits for parameters, may begin its next step now."""
 
 
 class DynamicGate(ConsistencyGate):
-    """Measures on the first server how long workers work under `DSSP`; decides who may go on."""
+    """The gate of the first server in the mode `DSSP`: decides when workers may go on.
+
+    It measures how long each worker works on a step. The rule of the mode uses these times to
+    decide how far a worker may be ahead of the slowest worker.
+    """
 
     # One server is enough: a worker begins a step only when all servers have answered its pull.
     def __init__(self, consistency: DSSP, workers: int, now: Callable[[], float]):
@@ -127,12 +140,19 @@ class DynamicGate(ConsistencyGate):
         return ahead <= self.high and self._rule.may_pass(self, worker)
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return the slowest workers, and 1: `worker` waits until one of these workers goes on."""
+        """Return the slowest workers, and how many of them must go on before `worker` may go on.
+
+        The number is always 1.
+        """
         # The rule looks only at the slowest workers.
         return self.last(), 1
 
     def tick(self, worker: int) -> list[Action]:
-        """Record that `worker` has finished its present step, and how long it worked."""
+        """Record that `worker` has ended its step; return the actions that are possible now.
+
+        An action makes an update (`Apply`), or sends a worker the parameters for which it waits
+        (`Answer`). The time that the worker has worked on the step is recorded, too.
+        """
         self.note_tick(worker)
         return super().tick(worker)
 
@@ -161,13 +181,21 @@ class DynamicGate(ConsistencyGate):
 
 
 class MedianRule:
-    """The rule "median" of `DSSP`: a worker goes on if the slowest worker is usually as fast."""
+    """The rule "median" of `DSSP`: compares the usual work times of two workers.
+
+    A worker that is more than `low` steps ahead goes on if the slowest worker usually needs at most
+    twice as long for a step.
+    """
 
     def __init__(self, workers: int):
         pass
 
     def may_pass(self, gate: DynamicGate, worker: int) -> bool:
-        """Whether the slowest worker's usual work time is at most twice that of `worker`."""
+        """Whether the slowest worker's usual work time is at most twice that of `worker`.
+
+        The usual work time is the median or the mean of the times that the worker needed for its
+        last steps.
+        """
         import statistics  # not at the top: it imports decimals and fractions
 
         mine = gate.work[worker] or (0.0,)
@@ -181,14 +209,21 @@ class MedianRule:
 
 
 class PaperRule:
-    """The rule "paper" of `DSSP`, by Zhao et al., which grants the fastest worker further steps."""
+    """The rule "paper" of `DSSP`, by Zhao et al.: the fastest worker may make some further steps.
+
+    The rule predicts how many steps are best, from the times of the newest pushes.
+    """
 
     def __init__(self, workers: int):
         self.granted = [0] * workers
         self._refused = [-1] * workers  # the clock in which a worker was refused
 
     def may_pass(self, gate: DynamicGate, worker: int) -> bool:
-        """Whether `worker` has a granted step left, or is the fastest and is granted steps now."""
+        """Whether `worker`, which is more than `low` steps ahead, may make a further step.
+
+        If it is the fastest worker, the rule chooses a number of further steps for it. Each call
+        that returns true uses up one of these steps.
+        """
         clock = gate.clocks[worker]
         if self._refused[worker] == clock:
             return False  # the worker waits until it is at most `low` steps ahead
@@ -203,7 +238,7 @@ class PaperRule:
 
     @staticmethod
     def _steps(gate: DynamicGate, worker: int) -> int:
-        """Return the number of further steps after which `worker` waits least for the slowest."""
+        """Return after how many further steps `worker` will wait least for the slowest worker."""
         mine, others = gate.ticks[worker], gate.ticks[gate.last()[0]]
         if len(mine) < 2 or len(others) < 2:
             return 0

@@ -3,8 +3,9 @@
     server 0   mean gradient of clock 7 | squares ->  | wait | scale, update -> answers
     server 1   ............. mean gradient of clock 7 | squares -> | scale, update -> answers
 
-Under BSP and with backup workers, the mean gradient of a step is clipped. Each server sends the sum
-of the squares of its part, in float64, to all other servers, and makes the update when it has the
+In the modes BSP and BackupWorkers, the workers' gradients of a step are averaged and make one
+update, and the average is clipped. Each server computes the sum of the squares of its part of the
+average, in float64. It sends the sum to all other servers, and makes the update when it has the
 sums of all servers. All servers multiply their gradients by the same factor, to the last bit. In
 the other modes a worker clips each push before it sends it.
 """
@@ -77,11 +78,19 @@ class GlobalNorms:
 
     @property
     def pending(self) -> bool:
-        """Whether updates wait for the sums of squares of other servers."""
+        """Whether updates wait because this server does not know the norm of all gradients yet.
+
+        Other servers send the sums of the squares of their parts of the gradients.
+        """
         return any(self._due.values())
 
     def released(self, number: int, actions: Sequence[Action]) -> list[Action]:
-        """Send the sums of squares for the updates in `actions`; return what need not wait."""
+        """Take the next actions of a model; return those that need not wait for other servers.
+
+        `actions` are updates and answers to workers, of model number `number`. If the gradients of
+        an update must be clipped, this server sends the sum of their squares to the other servers.
+        The update waits for the sums of the other servers, and later actions wait for the update.
+        """
         model, link = self._server.models[number], self._server.link
         for action in actions:
             self._due[number].append(action)
@@ -100,7 +109,11 @@ class GlobalNorms:
         return self._allowed(number)
 
     def listen(self) -> list[tuple[int, list[Action]]]:
-        """Receive sums of squares; return what can go on, as (number of a model, actions)."""
+        """Receive sums of squares of gradients from other servers; return what need not wait now.
+
+        The result is a list of pairs (number of a model, its actions). An action is an update or an
+        answer to a worker. These actions have waited for the sums.
+        """
         if not self.pending:
             return []
         link, status, heard = self._server.link, MPI.Status(), set()

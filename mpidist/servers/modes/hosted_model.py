@@ -50,7 +50,10 @@ class Pull(NamedTuple):
 
 
 class Hosted:
-    """One model on this server: the part that the server holds, the workers' steps, and counts."""
+    """One model on one server: the server's part of the model, and the state of its workers.
+
+    The state says which steps the workers have finished, and what happened to their gradients.
+    """
 
     def __init__(
         self,
@@ -98,7 +101,11 @@ class Hosted:
     def push_elsewhere(
         self, link: Any, worker: int, rank: int, header: Header, message: np.ndarray
     ) -> PushStream:
-        """Return the gradients of a worker that follow in pieces, or lie in the worker's memory."""
+        """Return the gradients of a push that are not in its message.
+
+        Either they follow the message in pieces, or the server reads them in the worker's memory.
+        Raises ProtocolError if the consistency mode does not allow this.
+        """
         mode, shared = self.gate.mode_at(header.clock), header.push_words == MEMORY
         if header.flags != PUSH | CLOCK | PULL or not (shared or mode.streams):
             raise ProtocolError(
@@ -128,7 +135,10 @@ class Hosted:
         return [] if self._copies is None else self._copies.kept
 
     def weight(self, push: Push) -> float:
-        """Return the factor of the learning rate for a push that is an update of its own."""
+        """Return the factor of the learning rate for a push that alone makes an update.
+
+        The factor is not used in modes in which the gradients of all workers make one update.
+        """
         if self.table is not None:
             return float(push.samples != 0)
         if self.global_batch is None:
@@ -136,7 +146,10 @@ class Hosted:
         return push.samples / self.global_batch
 
     def apply(self, action: Apply, ranks: Sequence[int]) -> None:
-        """Make the update `action` of the parameters, and count how stale its gradients were."""
+        """Update the parameters with the gradients in `action`, and count how stale they were.
+
+        A gradient is as stale as the number of updates since the worker pulled parameters for it.
+        """
         version, self.shard.clock = self.shard.version, action.clock
         if (made := self.due.ended()) is not None:  # the update is made already, piece by piece
             version -= made.updates
@@ -196,7 +209,10 @@ class Hosted:
             )
 
     def shares(self, action: Apply) -> list[tuple[float, Any]]:
-        """Return (weight in the mean, gradients) of each worker that takes part in `action`."""
+        """Return pairs (weight, gradients) of all workers whose gradients are in `action`.
+
+        An `action` is one update. The weight is the factor of the gradients in the mean.
+        """
         if self.table is not None:
             return [(float(push.samples != 0), push.parts) for _, push in action.pushes]
         if len(action.pushes) == 1:  # faster than the code below, which takes 2 us
@@ -208,7 +224,10 @@ class Hosted:
         return [(samples / total, parts) for samples, parts in counted]
 
     def weighed(self, action: Apply) -> tuple[list[tuple[float, Any]], float]:
-        """Return [(weight in the mean, gradients), ...] of the update `action`, and its weight."""
+        """Return the gradients of the update `action`, and its factor of the learning rate.
+
+        The gradients are a list of pairs (weight in the mean, gradients of one worker).
+        """
         if self.gate.mode_at(action.clock).merges:
             return self.shares(action), 1.0
         ((_, push),) = action.pushes
@@ -216,7 +235,10 @@ class Hosted:
         return [(1.0, push.parts)], self.weight(push) * factor
 
     def merge(self, action: Apply) -> tuple[dict, float] | None:
-        """Return the merged gradients of the update `action` and its weight; None for no update."""
+        """Return the mean gradients of the update `action`, and its factor of the learning rate.
+
+        The result is None if there is nothing to update.
+        """
         if self.table is not None and self.table.assigns:
             return newest_values(self.shard, self.shares(action))
         if self.gate.mode_at(action.clock).merges:

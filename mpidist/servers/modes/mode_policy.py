@@ -29,11 +29,12 @@ class ModeSteps:
 
 
 def mode_policy(given, first: Consistency) -> ModePolicy | None:
-    """Return the function of the step that chooses the mode, from the setting `changes`.
+    """Return a function that chooses the consistency mode of each step; None if it never changes.
 
-    `given` is a mapping of step to consistency mode, such as ``{1000: md.ASP()}``, a list of such
-    pairs, a function, or None for no changes (the result is then None). Raises ConfigError if
-    training cannot change between these modes.
+    The function takes the number of a step, and returns a mode, or None to keep the present mode.
+    `given` is the user's setting `changes`: a mapping of step to mode, such as ``{1000:
+    md.ASP()}``, a list of such pairs, a function, or None for no changes. `first` is the mode
+    before the first change. Raises ConfigError if training cannot change between these modes.
     """
     if given is None:
         return None

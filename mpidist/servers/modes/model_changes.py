@@ -40,7 +40,10 @@ class ModelChanges:
         self._quiet = self._link.counters.messages_sent
 
     def resumed(self) -> None:
-        """Record that the servers serve again: models may change only in another pause."""
+        """Record that a pause of the training has ended.
+
+        Models may be added or removed again only in a later pause.
+        """
         self._quiet = -1
 
     def end(self) -> None:

@@ -1,4 +1,8 @@
-"""A server's records about the pushes of each worker: ages, dropped pushes, pulled parameters."""
+"""What a server records about each worker: its pushes, and copies of the parameters that it got.
+
+The age of a push is the number of updates between the worker's pull and its push. The server counts
+pushes of each age, and dropped pushes.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +93,11 @@ class PulledCopies:
                 shard.rows_of(part, copies)[part.local_rows(shard.layout)] = shard.values(part)
 
     def correct(self, worker: int, parts: Parts, policy: Stale) -> None:
-        """Correct gradients of `worker` in place by `policy`, if it has got parameters before."""
+        """Change gradients of `worker` in place, as the policy for stale gradients wants it.
+
+        `policy` compares the present parameters with those that the worker got last. Gradients of
+        parameters that the worker has not got yet do not change.
+        """
         copies = self.kept[worker]
         for part, gradient in parts:
             if self._shard.key(part) in copies:

@@ -192,11 +192,12 @@ class DelayCompensated(Stale):
 
 @dataclass(frozen=True)
 class MomentumCorrected(Stale):
-    """Add less of an old gradient to the velocity of momentum, as if it had come in time.
+    """Multiply what an old gradient adds to the velocity of momentum by a factor below 1.
 
     ``optim.momentum`` repeats a gradient in all later updates, each time multiplied by ``beta``
-    once more. With this policy a gradient of age a moves the parameters once, and is added to the
-    velocity with a factor of ``beta ** a``, as if it had come a updates earlier.
+    once more. With this policy an old gradient moves the parameters once, and is added to the
+    velocity with the factor ``beta ** age``. The age is the number of updates by which the gradient
+    is late. So its part of the velocity is as small as if the gradient had come in time.
 
     The policy is similar to the momentum factor masking of Lin et al., "Deep gradient compression",
     ICLR 2018, arXiv 1712.01887. Mitliagkas et al., "Asynchrony begets momentum", 2016, arXiv
@@ -224,14 +225,22 @@ class MomentumCorrected(Stale):
             )
 
     def corrected(self, age: int, beta: float) -> tuple[float, float]:
-        """Return the two factors of `Stale.corrected` for a gradient that is `age` updates old."""
+        """Return two factors for a gradient that is `age` updates old.
+
+        The first factor is for the update of the parameters, and the second for what the gradient
+        adds to the velocity of momentum with the decay `beta`.
+        """
         kept = beta**age
         missed = beta * (1 - kept) / (1 - beta) if self.catch_up else 0.0
         return 1.0 + missed, kept
 
 
 def check_momentum(model: str, stale: Stale, optimizer, elsewhere: bool = False) -> None:
-    """Raise ConfigError if the policy `stale` needs momentum, and cannot have it here."""
+    """Raise ConfigError if the policy `stale` changes the velocity of momentum but cannot do it.
+
+    The policy needs the optimizer ``optim.momentum``. It cannot be used if the velocity is also on
+    another server or on a GPU (`elsewhere`).
+    """
     if not stale.corrects:
         return
     if beta_of(optimizer) is None:
@@ -295,7 +304,11 @@ def stale_policy(given) -> Stale:
 def update_corrected(
     shard: Any, gradients: Mapping[str, Any], weight: float, factors: tuple[float, float]
 ) -> None:
-    """Update a server's part of a model with the factors of `MomentumCorrected.corrected`."""
+    """Update a server's part of a model with stale gradients, for the policy `MomentumCorrected`.
+
+    The parameters are updated with the gradients times the first of the two `factors`. The
+    gradients times the second factor are added to the velocity of momentum.
+    """
     factor, kept = factors
     rows = {key: g if isinstance(g, tuple) else (None, g) for key, g in gradients.items()}
     scaled = {key: g * g.dtype.type(factor) for key, (_, g) in rows.items()}
