@@ -86,7 +86,7 @@ __all__ = [*_HOME, *_SUBMODULES, "__version__"]
 
 
 def imported(package: dict, name: str):
-    """Import the public `name` of the package whose global names are the dict `package`."""
+    """Import the public `name` of a package, whose dict of global names is `package`."""
     if name not in package["_HOME"]:
         raise AttributeError(f"module {package['__name__']!r} has no attribute {name!r}")
     home = importlib.import_module(f"{package['__name__']}.{package['_HOME'][name]}")

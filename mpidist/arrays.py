@@ -379,7 +379,10 @@ def mpi_direct(x) -> bool:
 
 
 def proof_path() -> Path:
-    """Return the path of the file with the result of the GPU test (see `mpi_direct`). Needs MPI."""
+    """Return the path of the file with the result of `mpidist.gpu_direct` on this host.
+
+    Needs MPI.
+    """
     from mpi4py import MPI
 
     cupy = sys.modules["cupy"]

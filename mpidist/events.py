@@ -1,7 +1,7 @@
 """Counters, time spans, and a log of events in JSON lines.
 
-An operation (such as an allreduce) counts only its runs, because the number of messages of one run
-is known beforehand.
+Every run of an operation (such as an allreduce) sends the same messages. Therefore only the runs
+are counted, and the numbers of messages and bytes are computed from the number of runs.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class Counters:
 class Runs:
     """Counts the runs of an operation; `counters` has the messages and bytes of one run.
 
-    The runs are counted in `times`, or by the function `reader`.
+    The operation adds 1 to the attribute `times` in each run. If there is a `reader`, this function
+    returns the number of runs instead.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Runs:
         return self.times if self.reader is None else self.reader()
 
     def take(self, into: Counters) -> None:
-        """Add to `into` the messages and bytes of all runs since the last call of this method."""
+        """Add the messages and bytes of the runs since the last call of this method to `into`."""
         number = self.number()
         into.add(self.counters, number - self._taken)
         self._taken = number

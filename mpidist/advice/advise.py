@@ -36,7 +36,7 @@ RULES, VARIABLES = "allreduce.rules", "mpi.env"
 
 
 class Site:
-    """What is measured: the command that starts the ranks, the options, and the vector sizes."""
+    """How MPI is measured: the command that starts ranks, benchmark options, and vector sizes."""
 
     def __init__(self, launcher: Sequence[str], options: Sequence[str], sizes: Sequence[int]):
         self.launcher, self.options, self.sizes = [*launcher], [*options], [*sizes]
@@ -82,7 +82,7 @@ class Site:
 
 
 def site(ranks: int | None, launcher: str | None, options: Sequence[str], sizes) -> Site:
-    """Return the `Site` (what to measure, and how) that the command-line options describe."""
+    """Return the `Site` (how MPI is measured) that the command-line options describe."""
     if launcher:
         if ranks is not None:
             raise ConfigError(f"--ranks {ranks} and --launcher: give the ranks in --launcher")
@@ -215,7 +215,7 @@ def _write(out: Path, where: str, job: tuple[int, int] | None, chosen) -> dict[s
 
 
 def advice_lines(rows: Sequence[dict], out: Path, library: str):
-    """Yield the lines that the command prints: a table, the mean gain, and what to do."""
+    """Yield the lines to print: a table, how much faster the advised settings are, what to do."""
     names = ("Size", "default(us)", "advised(us)", "ratio")
     yield "# " + "".join(f"{name:>14}" for name in names)[2:] + "  advised"
     for row in rows:

@@ -38,10 +38,10 @@ def explain(
     -------
     list of dict
         A row per size class (a range of sizes for which ``auto`` makes one common choice), with the
-        keys bytes, algorithm, from, won, margin and us. The key from is the origin of the choice:
-        "measured", "cache" or "checkpoint". The key won is the fraction of the measurements in
-        which the chosen algorithm was fastest. The key margin is the time of the second best
-        algorithm divided by the time of the chosen one. The key us maps the name of each algorithm
+        keys ``bytes``, ``algorithm``, ``from``, ``won``, ``margin`` and ``us``. ``from`` says where
+        the choice comes from: "measured", "cache" or "checkpoint". ``won`` is the fraction of the
+        measurements in which the chosen algorithm was fastest. ``margin`` is the time of the second
+        best algorithm divided by the time of the chosen one. ``us`` maps the name of each algorithm
         to its microseconds.
     float
         The seconds that all choices took together.

@@ -82,10 +82,10 @@ def line(sizes, seconds) -> tuple[float, float]:
 
 
 def link(sizes: Sequence[int], seconds: Sequence[float], base: float) -> tuple[float, float, float]:
-    """Return (gap, burst, peak) of a network link, from the `seconds` of messages of `sizes` bytes.
+    """Fit (gap, burst, peak) of a network link to the `seconds` of messages of `sizes` bytes.
 
-    `network_model` explains these parameters: a message of b bytes takes ``base + max(b peak, (b -
-    burst) gap)`` seconds.
+    A message of b bytes takes ``base + max(b peak, (b - burst) gap)`` seconds. Gap and peak are in
+    seconds per byte, and burst is in bytes; `network_model` explains them.
     """
     x, y = np.asarray(sizes, float), np.asarray(seconds, float)
     beyond = np.maximum(y - base, 1e-9)
@@ -103,7 +103,7 @@ def link(sizes: Sequence[int], seconds: Sequence[float], base: float) -> tuple[f
 
 
 def fit_crossing(sizes: Sequence[int], seconds: Sequence[float], network: NetworkModel) -> float:
-    """Fit `NetworkModel.crossing`: simulated exchanges then take the measured `seconds`."""
+    """Return the `NetworkModel.crossing` with which simulated exchanges best match `seconds`."""
 
     def error(share: float) -> float:
         net = network._replace(crossing=share)

@@ -50,7 +50,8 @@ class Setting(NamedTuple):
     """Environment variables with which MPI's allreduce uses one algorithm.
 
     The setting is tried for vectors of `low` to `high` bytes; there is no upper limit if `high` is
-    None. `rule` is (number of the algorithm, bytes that it sends at once), as in a rules file.
+    None. `rule` is (number of the algorithm, bytes of a segment), the entry for a rules file of
+    Open MPI. A segment is the part of the vector that the algorithm sends at once.
     """
 
     name: str
@@ -64,7 +65,10 @@ DEFAULT = Setting("default", {})
 
 
 def base(nodes: int) -> Setting:
-    """Return the setting for vector sizes for which a rules file leaves the choice to Open MPI."""
+    """Return the setting with which Open MPI itself chooses the algorithm.
+
+    A rules file (see `rules_file`) has this setting for some vector sizes.
+    """
     return DEFAULT if nodes == 1 else Setting("coll_tuned's own choice", dynamic(nodes))
 
 
@@ -83,7 +87,7 @@ def open_mpi(ranks: int, nodes: int) -> list[Setting]:
 
 
 def dynamic(nodes: int) -> dict[str, str]:
-    """Return the environment variables that make Open MPI respect rules and forced algorithms."""
+    """Return the environment variables for Open MPI to use a rules file or a forced algorithm."""
     variables = {f"{_TUNED}use_dynamic_rules": "1"}
     if nodes > 1:
         # On several nodes Open MPI prefers its component coll_han, which ignores these rules.
@@ -118,7 +122,10 @@ Passes = Mapping[str, Sequence[Mapping[int, float]]]
 
 
 def ratios(passes: Passes, name: str, nbytes: int, over: Setting = DEFAULT) -> list[float]:
-    """Return, for each measuring pass, the time of `over` divided by the time of `name`."""
+    """Return how many times faster MPI's allreduce is with the setting `name` than with `over`.
+
+    The result has one number for each pass (repetition) of the measurement.
+    """
     pairs = zip(passes[over.name], passes.get(name, ()), strict=False)
     return [before[nbytes] / own[nbytes] for before, own in pairs if nbytes in own]
 
@@ -128,8 +135,9 @@ def best_for(
 ) -> Setting:
     """Return the setting with which MPI's allreduce of `nbytes` bytes was fastest.
 
-    The result is `over` (by default MPI's own choice), unless another setting was faster than
-    `over` by the factor `GAIN` (1.05) or more in every measuring pass.
+    This setting must be faster than the setting `over` by the factor `GAIN` (1.05) or more in every
+    pass (repetition) of the measurement. If there is none, the result is `over`, by default MPI's
+    own choice.
     """
     best, gain = over, GAIN
     for setting in settings:
@@ -142,7 +150,8 @@ def best_for(
 def best_for_all(passes: Passes, settings: Sequence[Setting], sizes: Sequence[int]) -> Setting:
     """Return the one setting with which MPI's allreduce gains most, as a mean over all `sizes`.
 
-    If no setting gains the factor `GAIN` (1.05) or more in every pass, the result is the default.
+    This setting must be faster than the default setting by the factor `GAIN` (1.05) or more in
+    every pass (repetition) of the measurement. If there is none, the result is the default setting.
     """
     best, gain = DEFAULT, GAIN
     for setting in settings:
@@ -161,10 +170,10 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def rules_file(chosen: Mapping[int, Setting], ranks: int, nodes: int, source: str) -> str:
-    """Return the text of a rules file for coll_tuned; `chosen` maps bytes of a vector to settings.
+    """Return the text of a rules file, which tells Open MPI the algorithm for each vector size.
 
-    Below the smallest measured size, and for communicators of more than `ranks` ranks, MPI keeps
-    its own choice.
+    `chosen` maps vector sizes in bytes to settings. Below the smallest measured size, and for
+    communicators of more than `ranks` ranks, MPI keeps its own choice.
     """
     own = base(nodes)
     lines: list[tuple[int, Setting]] = [(0, own)]
@@ -188,6 +197,6 @@ def rules_file(chosen: Mapping[int, Setting], ranks: int, nodes: int, source: st
 
 
 def shell(variables: Mapping[str, str], source: str) -> str:
-    """Return the text of a shell script that sets the variables."""
+    """Return the text of a shell script that sets the environment variables `variables`."""
     lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     return "\n".join([f"# {source}", *lines]) + "\n"

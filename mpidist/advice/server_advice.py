@@ -46,8 +46,8 @@ class StepFacts:
     memory
         Bytes that a rank may use; None if they are not known.
     slowest
-        The factor by which the slowest rank of a step is slower than the others, for steps of
-        uneven length; the slowest rank changes from step to step.
+        The factor by which the slowest rank of a step takes longer than the other ranks: 1 if all
+        ranks take the same time. In each step, another rank may be the slowest one.
     """
 
     parameters: int

@@ -1,1 +1,1 @@
-"""Benchmarks for a user's own cluster. Each times mpidist and a reference in the same run."""
+"""Benchmarks for a user's own cluster. Each measures mpidist and a reference in the same run."""

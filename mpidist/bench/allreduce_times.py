@@ -1,9 +1,9 @@
 """`mpidist bench allreduce`: compare algorithms with the MPI library's own allreduce, in one run.
 
-MPI's own allreduce is timed both in place and not in place, and the faster of the two counts. On
-one node, no allreduce of N bytes per rank should be faster than the *memory limit*: the time in
-which all ranks copy N bytes at once. The key ``limit`` of a row is the memory limit divided by the
-time of the allreduce.
+MPI's own allreduce is timed both in place and not in place, and the shorter time is used. On one
+node, no allreduce of N bytes per rank should be faster than the *memory limit*: the time in which
+all ranks copy N bytes at once. The key ``limit`` of a row is the memory limit divided by the time
+of the allreduce.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def pool_size(nbytes: int, cold: bool) -> int:
 
 
 def check_forms(forms: Sequence[str], low: int, cold: bool) -> None:
-    """Raise ConfigError for an unknown form of call, or if `cold` needs too many vectors."""
+    """Raise ConfigError for an unknown name in `forms`, or if `cold` needs too many vectors."""
     for form in forms:
         if form not in FORMS:
             raise ConfigError(f"--forms {form}: expected some of {', '.join(FORMS)}")
@@ -136,14 +136,15 @@ def measure(
         difference. The key ratio is the time of MPI's call divided by the time of this call, as the
         median over the rounds; low and high are the ends of its 95 % interval. Two bandwidths in
         GB/s are defined as by nccl-tests: algbw is bytes / time, and busbw is algbw times 2(p-1)/p
-        on p ranks. On one node, rows of 128 KiB and more also have limit, the time of a memory copy
-        divided by the time of the call. With `device`, rows have wire_bytes, the bytes that a host
-        sends per call including packet headers, and wire_payload, the bytes without packet headers.
-        With `torch`, the row of PyTorch has over_arena, the time of PyTorch's call divided by the
-        time of mpidist's algorithm "auto" on an arena. Rows of "auto" have best, the name of the
-        fastest of `algorithms`, and against_best, the time of this algorithm divided by the time of
-        "auto". With `consistency`, rows of "auto" also have consistent: the time of the fastest
-        other candidate, which may be one of the two pairs, divided by the time of "auto".
+        on p ranks. On one node, rows of 128 KiB and more also have the key limit: the time of a
+        memory copy divided by the time of the call. With `device`, rows have the keys wire_bytes,
+        the bytes that a host sends per call including packet headers, and wire_payload, the bytes
+        without packet headers. With `torch`, the row of PyTorch has the key over_arena: the time of
+        PyTorch's call divided by the time of mpidist's algorithm "auto" on an arena. Rows of "auto"
+        have the keys best, the name of the fastest of `algorithms`, and against_best, the time of
+        this algorithm divided by the time of "auto". With `consistency`, rows of "auto" also have
+        the key consistent. It is the time of the fastest of `algorithms`, MPI's own allreduce and
+        the two pairs, divided by the time of "auto".
     """
     pool = _Pool(comm, nbytes, np.dtype(dtype), pool_size(nbytes, cold))
     candidates = _native(comm, pool, forms, consistency)

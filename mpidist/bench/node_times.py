@@ -74,8 +74,9 @@ def measure(size: int, nbytes: int, rounds: int) -> dict:
     Returns
     -------
     dict
-        The keys are ranks, bytes, form, us (microseconds of a call, the shortest of all `rounds`),
-        and staging_bytes (the bytes of the node's shared memory for long vectors).
+        The keys are ranks, bytes, form ("flat" or "staged", the algorithm for short or for long
+        vectors), us (microseconds of a call, the shortest of all `rounds`), and staging_bytes (the
+        bytes of the node's shared memory for long vectors).
     """
     faked = FakedNode(size, size // 2)
     x = np.zeros(max(1, nbytes // 4), np.float32)

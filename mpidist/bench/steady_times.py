@@ -26,8 +26,8 @@ def calls(nbytes: int) -> int:
 def measure(comm, nbytes: int, name: str, *, blocks: int = 3) -> float:
     """Return the seconds of an in-place allreduce of `nbytes` float32 bytes by algorithm `name`.
 
-    Collective over `comm`. The result is the median over `blocks` blocks of successive calls,
-    divided by the number of calls of a block.
+    Collective over `comm`. Each block of successive calls is timed as a whole. The result is the
+    median time of `blocks` blocks, divided by the number of calls in a block.
     """
     call = plan(comm, np.zeros(nbytes // 4, np.float32), algorithm=name)
     times = []

@@ -34,8 +34,8 @@ BLOCK = 10
 def measure(comm, name: str, *, rounds: int, torch: bool) -> dict:
     """Time a training step of the model `name`; return a row with times in microseconds.
 
-    Collective over `comm`. Each of `rounds` rounds times a block of ten steps (`BLOCK`) for every
-    way to run a step.
+    Collective over `comm`. In each of `rounds` rounds, a block of ten steps (`BLOCK`) is timed for
+    every way to run a step.
     """
     make, shape, batch = MODELS[name]
     local = max(1, batch // comm.size)

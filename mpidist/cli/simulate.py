@@ -51,7 +51,7 @@ def add_cases(parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the wanted sub-command; ``fit`` and ``measure`` are collective over the launch."""
+    """Run the wanted sub-command. All ranks must call it for ``fit`` and ``measure``."""
     for name in ("ranks", "nodes", "bytes", "repeats", "alpha", "bandwidth", "reduction", "blocks"):
         value = getattr(args, name, None)
         if value is not None and value <= 0:

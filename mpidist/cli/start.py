@@ -1,4 +1,4 @@
-"""Start a command of several ranks: MPI, checks of the launch, and an exception hook."""
+"""The common first part of commands on several ranks: initialise MPI, and check the launch."""
 
 from __future__ import annotations
 

@@ -36,7 +36,11 @@ class EvictionLimits(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """The longest time in seconds between two checks that see one stop of a process."""
+        """If two checks at most this many seconds apart find a process stopped, it is one stop.
+
+        If more time lies between the checks, the process may have run in between, so its stop
+        counts from the second check.
+        """
         return max(0.1, min(1.0, self.stopped / 2))
 
     @property
@@ -48,8 +52,9 @@ class EvictionLimits(NamedTuple):
 class Deadline(NamedTuple):
     """The checked arguments `deadline` and `slow` of `md.elastic`.
 
-    `late` is the number of seconds for which a rank may compute while others wait: 0 stands for the
-    argument "auto", and `inf` for "stopped".
+    `late` is the number of seconds for which a rank may compute while others wait. 0 stands for the
+    argument "auto": the number depends on the times of the steps. `inf` stands for the argument
+    "stopped": there is no such limit.
     """
 
     late: float = inf

@@ -245,8 +245,9 @@ class Group:
     ) -> T:
         """Call `function`, and again after each death of a rank; return its result. Collective.
 
-        `broken` is called after each death. A rank that waits in vain to replace a dead one gets
-        rank 0's result, which `encode` turns into at most 4,000 bytes, and `decode` back.
+        `broken` is called after each death. A spare rank that has replaced no dead rank gets rank
+        0's result. `encode` turns the result into at most 4,000 bytes, and `decode` turns the bytes
+        back.
         """
         working.append(self)
         try:
@@ -411,10 +412,11 @@ def _first_of(comm, table: dict) -> dict:
 
 
 def is_smaller_side(before: Sequence[str], living: Sequence[str]) -> bool:
-    """Return whether the ranks `living` must end, because the missing ranks may go on instead.
+    """Return whether the ranks `living` must end, because ranks that they cannot reach may go on.
 
-    If a network failure cuts the job in two, only one part may go on: the part with more ranks, or,
-    if they are equal, the part with the first rank.
+    If a network failure cuts the job in two, each part loses contact with the other part, which may
+    still run. Only one part may go on: the part with more ranks, or, if both have the same number,
+    the part with the first rank.
     """
     here = {host(name) for name in living}
     far = [name for name in before if host(name) not in here]

@@ -102,17 +102,17 @@ def elastic(
     comm : MPI.Intracomm
     state : dict, or a function that returns a dict
         All data that the steps change: arrays of any shape and dtype, and numbers, in nested dicts.
-        The dict of a function may contain only arrays. After a death, ranks that have done fewer
-        steps get the newest state, in place. A step must change the state after its last
+        A dict that a function returns may contain only arrays. After a death, ranks that have done
+        fewer steps get the newest state, in place. A step must change the state after its last
         communication, and must end directly after the change.
     min_ranks : int
         If fewer ranks live, all ranks raise RankFailure.
     deadline : str or float
         When the other ranks of a node kill a rank in order to go on without it. With "stopped",
         this happens after its process has been stopped (SIGSTOP), or its threads have not run, for
-        5 s. A number of seconds replaces the 5 s for a stopped process, and a rank is then also
-        killed after it has computed for so long while other ranks waited. With "auto", the number
-        is the time of 20 median steps, but at least 1 s.
+        5 s. If `deadline` is a number of seconds, it replaces the 5 s for a stopped process. A rank
+        is then also killed if it computes for more than this number of seconds while other ranks
+        wait. With "auto", the number is the time of 20 median steps, but at least 1 s.
 
     Returns
     -------

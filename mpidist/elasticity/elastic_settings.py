@@ -20,10 +20,11 @@ class Elastic:
     spares : int
         The last `spares` ranks do not train; they wait to replace dead ranks.
     deadline : "stopped", "auto" or float
-        When the other ranks of a node kill a rank in order to go on without it. With "stopped",
-        this happens after its process has been stopped for 5 seconds. A number of seconds replaces
-        these 5 seconds, and a rank is then also killed after it has computed for so long while
-        other ranks waited. With "auto", the number is the time of 20 median steps.
+        When the other ranks of a node kill a rank in order to go on without it. With "stopped", a
+        rank is killed after its process has been stopped (SIGSTOP), or its threads have not run,
+        for 5 s. If `deadline` is a number of seconds, it replaces the 5 s for a stopped process. A
+        rank is then also killed if it computes for more than this number of seconds while other
+        ranks wait. With "auto", the number is the time of 20 median steps, but at least 1 s.
     slow : float
         A rank is killed if it needs this many times as long for a step as the median of the other
         ranks, in 20 steps in a row. 0 switches this off.
@@ -57,7 +58,7 @@ class Elastic:
 
     @property
     def every(self) -> int | str | None:
-        """How often nodes copy their state, as `MemoryCopies` takes it; None for never."""
+        """The argument `every` of `MemoryCopies`: when nodes copy their state. None for never."""
         return {"memory": "auto 1h", "none": None}.get(str(self.copies), self.copies)
 
 

@@ -1,15 +1,15 @@
 """Decide which ranks of a node are evicted, and kill their processes.
 
 A rank that hangs could wake up later and write into files and shared memory that the others use. So
-the others first kill its process by SIGKILL, and then go on as after any death. There are three
-causes, each with a limit in seconds:
+the others first kill its process by SIGKILL, and then go on as after any death. A rank is evicted
+for one of three causes, each with a limit in seconds:
 
     stopped   the process is in state T of /proc (SIGSTOP)                  `EvictionLimits.stopped`
     silent    its threads do not run: a native call holds Python's lock     `EvictionLimits.silent`
-    late      it computes, while at least as many ranks wait as are late    `EvictionLimits.late`
+    late      it computes while other ranks wait                            `EvictionLimits.late`
 
-A rank that saves, loads data, evaluates or measures (`Group.phase`) is evicted only if it is
-stopped.
+If more ranks are late than wait, the step merely takes long, and no rank is evicted as late. A rank
+that saves, loads data, evaluates or measures (`Group.phase`) is evicted only if it is stopped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ from .node_board import (
 
 
 class Eviction(NamedTuple):
-    """A rank that must be killed, the number of the cause, and the seconds others have waited."""
+    """A rank that must be killed.
+
+    `why` is the number of the cause, and `seconds` is how long the cause has lasted.
+    """
 
     rank: int
     why: int
@@ -105,7 +108,7 @@ def update_stop(one: Record, now: float, gap: float) -> Record:
 
 
 def kill(one: Record) -> bool:
-    """Kill the process of a record by SIGKILL; return whether the process still existed."""
+    """Kill the process of rank ``one.rank`` by SIGKILL; return whether it still existed."""
     try:
         process = os.pidfd_open(one.pid)
     except ProcessLookupError:
@@ -139,7 +142,11 @@ def end_itself(line: str, why: str, **facts) -> None:
 
 
 def cause_in_words(why: int, amount: float) -> str:
-    """Return in words why a rank was evicted (killed); the words follow the name of the rank."""
+    """Return in words why a rank was evicted (killed); the words follow the name of the rank.
+
+    `why` is the number of the cause. `amount` is the seconds that the cause lasted, or for `SLOW`
+    how many times slower the rank was.
+    """
     seconds = f"{amount:.0f} s" if amount >= 2 else f"{amount:.1f} s"
     return {
         STOPPED: f"was stopped for {seconds}",

@@ -35,7 +35,7 @@ _RAISES = 11
 
 
 class EvictOnException:
-    """A context manager for the user's code: a rank that raises in it may end alone.
+    """A context manager for the user's code: if it raises on one rank, the others may go on.
 
     Exceptions of mpidist leave the block as usual. ``step()`` must return the number of steps that
     this rank has done, and `servers` is the number of ranks of the `group` that do not run the

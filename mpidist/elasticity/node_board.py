@@ -36,11 +36,12 @@ _SEEN, _LAST, _WHY, _AMOUNT, _FIELDS = range(8, 13)
 
 
 class Record(NamedTuple):
-    """What one rank of the node shows. Times are in seconds of CLOCK_MONOTONIC.
+    """What a rank publishes for the other ranks of its node. Times are in seconds.
 
-    `beat` is the time of the last sign of life. `phase` is the number of what the rank does, such
-    as waiting or saving, and `since` the time at which this or its newest step began. `state` is
-    the letter of the state in /proc/PID/stat, or "X" if the process has ended.
+    `beat` is the time of the last sign of life. `phase` is a number for what the rank does, such as
+    waiting or saving. `since` is the time at which this phase began, or, if that is later, the time
+    at which the rank's newest step began. All times are those of CLOCK_MONOTONIC. `state` is the
+    letter of the state in /proc/PID/stat, or "X" if the process has ended.
     """
 
     rank: int
@@ -66,7 +67,8 @@ class NodeBoard:
         The rank of this process in `comm`. This number stays the same when other ranks die.
     fates : dict of int -> (int, float)
         For each rank that is known to be evicted (killed by other ranks): the number of the cause,
-        and an amount (see `evict.cause_in_words`).
+        and a second number, such as the seconds that the cause lasted. `evict.cause_in_words`
+        explains both.
     """
 
     def __init__(self, comm: MPI.Intracomm):
@@ -105,7 +107,7 @@ class NodeBoard:
         return self._mine[_BEAT]
 
     def show(self, phase: int, now: float) -> int:
-        """Show other ranks what this rank does now, as a number; return the number before."""
+        """Publish `phase`, a number for what this rank does now; return its previous phase."""
         before, self._mine[_SINCE] = int(self._mine[_PHASE]), now
         # Written after the time, so that no reader finds a new phase with an old time.
         self._mine[_PHASE] = phase
@@ -134,7 +136,7 @@ class NodeBoard:
         return sorted(found)
 
     def note_stop(self, one: Record) -> None:
-        """Write when rank ``one.rank`` was first and last seen stopped (SIGSTOP)."""
+        """Store the times at which rank ``one.rank`` was first and last seen stopped (SIGSTOP)."""
         view = self._view(one.rank)
         view[_SEEN], view[_LAST] = one.seen, one.last
 
@@ -146,7 +148,7 @@ class NodeBoard:
             view[_WHY] = why
 
     def fate(self, rank: int) -> tuple[int, float]:
-        """Return why `rank` was evicted, as (number of the cause, amount); (0, 0.0) if unknown."""
+        """Return why `rank` was evicted: the arguments of `cause_in_words`. (0, 0.0) if unknown."""
         view = self._view(rank)
         if view is not None and view[_WHY]:
             return int(view[_WHY]), view[_AMOUNT]

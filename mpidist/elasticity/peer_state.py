@@ -53,7 +53,7 @@ def leaves_of(state: State) -> list[tuple[Path, Any]]:
 
 
 def description(state: State) -> dict[str, str]:
-    """Return {name: shape and dtype as text} of a state, which must be equal on all ranks."""
+    """Return {name: text with dtype and shape} of a state. All ranks must have the same result."""
     return {
         show(path): f"{array_of(leaf).dtype} {array_of(leaf).shape}"
         if _in_place(leaf)
@@ -70,8 +70,8 @@ def size_of(state: State) -> int:
 def bring_up_to_date(comm: MPI.Intracomm, state: State, step: int) -> int:
     """Give all ranks of `comm` the state of the rank with the largest `step`. Collective.
 
-    Arrays are changed in place, and numbers are replaced in their dicts. Returns the largest step,
-    or `NOTHING` (-2) if no rank has a state.
+    Arrays are overwritten in place. Each number is replaced in the dict that contains it. Returns
+    the largest step, or `NOTHING` (-2) if no rank has a state.
     """
     mine, steps = np.array([step], np.int64), np.empty(comm.size, np.int64)
     wait_for([comm.Iallgather(mine, steps)], mine, steps)

@@ -49,7 +49,10 @@ class RepairDeadline:
         self.begin("end")
 
     def begin(self, phase: str) -> None:
-        """Begin a phase of the repair: MEET, SHRINK or REBUILD; any other name has no limit."""
+        """Begin a phase of the repair.
+
+        MEET, SHRINK and REBUILD have a time limit, other names none.
+        """
         more = {"MEET": 3 * self._step_seconds, "REBUILD": self._state_seconds}.get(phase, 0.0)
         with self._changed:
             self._phase = phase

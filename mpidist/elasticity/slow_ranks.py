@@ -42,7 +42,8 @@ class SlowRanks:
     board : NodeBoard, optional
         The shared memory in which a rank writes why it ends.
     ranks : sequence of int, optional
-        For each rank of ``stragglers.comm``, its rank in the communicator of the board.
+        For each rank of ``stragglers.comm``, the rank of the same process in the communicator of
+        which `board` was made.
     """
 
     def __init__(
@@ -82,7 +83,10 @@ class SlowRanks:
 
 
 def slow_ranks(times: np.ndarray, factor: float) -> dict[int, float]:
-    """Return {rank: factor}: the ranks that were much slower than the others in ten steps."""
+    """Return, for each rank that was slow in ten steps, its time divided by that of the others.
+
+    The time of the others is their median. `find_stragglers` explains `times` and `factor`.
+    """
     totals = times.sum(axis=1)
     return {
         one.rank: float(totals[one.rank] / max(totals[one.rank] - one.lag, 1e-9))

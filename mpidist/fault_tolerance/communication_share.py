@@ -55,7 +55,8 @@ def summarize_steps(workers: Sequence[dict]) -> dict:
     """Return a dict for the summary of a run: how much of the step times was communication.
 
     In the result, ``edges_ms`` lists the upper ends of the bins of a histogram in milliseconds, and
-    ``counts`` the number of steps of a worker in each bin and, last, of the longer steps.
+    the dict of each worker has ``counts``: how many of its steps were in each bin. The last number
+    of ``counts`` is for steps longer than the last of these upper ends.
     """
     used = [any(each["counts"][bin] for each in workers) for bin in range(len(EDGES_MS) + 1)]
     first = used.index(True) if any(used) else 0

@@ -102,10 +102,11 @@ def guard(
         The loop stops this number of seconds after the guard was entered. With "auto", the loop
         stops before the end of the Slurm allocation, early enough for one more step and a save.
     patience : int, optional
-        With this number of steps, `check_loss` stops the run when the mean loss over so many steps
-        is not smaller than the smallest such mean before.
+        A number of steps. `check_loss` computes the mean loss of each block of so many steps, and
+        stops the run if the mean of a block is not smaller than the means of all blocks before.
     every : int
-        The ranks combine their flags only at steps whose number is a multiple of `every`.
+        The ranks tell each other whether they want to stop only at steps whose number is a multiple
+        of `every`.
     deciders : MPI.Intracomm, optional
         The ranks that run the loop and call `should_stop`, if they are not all ranks of `comm`. All
         other ranks, such as parameter servers, pass ``MPI.COMM_NULL``. When the loop has stopped,
@@ -254,10 +255,10 @@ class Guard:
         self._own.stop()
 
     def heard(self, flags: float) -> bool:
-        """Return whether all ranks stop; `flags` is the sum or the maximum of all ranks' `flag`.
+        """Return whether all ranks stop, because at least one of them wants to (its `flag` is 1).
 
-        A loop that reduces `flag` together with its own data calls `heard` instead of
-        `should_stop`.
+        `flags` is the sum or the maximum of all ranks' `flag`. A loop that reduces `flag` together
+        with its own data calls `heard` instead of `should_stop`.
         """
         if flags:
             self._note(self._code() or _CODE << 32)
@@ -322,7 +323,8 @@ class Guard:
     def take_over(self, earlier: Guard | None, losses: Sequence[float]) -> None:
         """Continue the work of `earlier`, this rank's guard that ended because another rank died.
 
-        `losses` is the result of the method `losses` of an earlier guard on any rank.
+        `losses` is the result of the method `Guard.losses` of an earlier guard. This result is the
+        same on all ranks, so it may come from any rank.
         """
         if earlier is not None:
             self._asked = max(self._asked, earlier._asked)

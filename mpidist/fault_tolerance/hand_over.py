@@ -7,8 +7,8 @@
 `mpidist launch` starts the new ranks while the old ranks still train. The new ranks import modules,
 initialise MPI and open the data, and then wait for the state of the run. Only the old or the new
 ranks may write to the run's folder, and a small file, DECIDED, says which of them. `mpidist launch`
-makes this file for the new ranks. If it has not done so 10 seconds after the old ranks have offered
-the state, they make it and keep the run.
+makes this file as soon as it has decided for the new ranks. If the file is missing 10 seconds after
+the old ranks have offered the state, the old ranks make it and keep the run.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _turn_has_come = False
 
 
 def is_waiting() -> bool:
-    """Return whether these ranks must still wait for the run, which earlier started ranks train.
+    """Return whether these new ranks must still wait, because the old ranks still train the run.
 
-    As long as they wait, they must not write to the run's folder.
+    As long as the new ranks wait, they must not write to the run's folder.
     """
     return attempt_before() is not None and not _turn_has_come
 
@@ -162,10 +162,10 @@ def _note(decided: bool) -> bool:
 
 @contextmanager
 def leaving(comm) -> Iterator[None]:
-    """Context manager for a user's own loop, whose run newly started ranks may take over.
+    """Context manager for a user's own loop: newly started ranks may continue the training run.
 
-    If a guard stops the loop because new ranks have asked for the run, `mpidist launch` is told
-    that they can take the checkpoint from the store.
+    If a guard (see `md.guard`) stops the loop because new ranks want to continue the run, `mpidist
+    launch` is told that the new ranks can load the checkpoint from the store.
     """
     try:
         yield

@@ -29,7 +29,7 @@ class Seen:
             self.record, self.heard = record, now
 
     def forget(self, now: float) -> None:
-        """Let `silent` and `still` count from `now`, because this rank itself was stopped."""
+        """Make `silent` and `still` return 0 at the time `now`, because this rank was stopped."""
         self.heard = now
         if self.record is not None:
             self.record = {**self.record, "still": 0.0}

@@ -35,8 +35,8 @@ def operations() -> list[dict]:
 def parameter_servers() -> list[dict]:
     """Return this process's newest operations between parameter servers and workers.
 
-    ``waiting`` lists the operations that have no answer yet, and ``clocks`` of a server the steps
-    that each worker has finished.
+    ``waiting`` lists the operations that have no answer yet. On a server, ``clocks`` has the number
+    of steps that each worker has finished.
     """
     found = []
     with contextlib.suppress(RuntimeError):  # the main thread may change the data

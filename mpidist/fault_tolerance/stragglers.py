@@ -3,7 +3,7 @@
 If one rank is slow, all others wait for it, so the whole step takes the same time on all ranks.
 Therefore each rank measures only its times before the exchange: to load its data, and to compute
 its gradients. Every ten steps the ranks exchange these times. A rank counts as slow if it is slow
-in 20 steps in a row, but for a few.
+in nearly all of 20 successive steps.
 """
 
 from __future__ import annotations
@@ -110,7 +110,10 @@ class Window:
         self._steps += 1
 
     def take(self) -> np.ndarray | None:
-        """Return the third smallest time of each part of a step in ten steps; None before."""
+        """Return, for each phase of a step, the third smallest of the times in ten steps.
+
+        The result is None if fewer than ten steps were recorded since the last result.
+        """
         if self._steps < WINDOW:
             return None
         self._steps = 0
@@ -213,7 +216,10 @@ class OwnTime:
         self._mark, self._own = (time.monotonic(), polling.waited), None
 
     def stop(self) -> float:
-        """Return the seconds, without waits, from `begin` to the first `stop` after it."""
+        """Return the seconds from `begin` to now, without the time that mpidist has waited.
+
+        Another call of `stop` returns the same seconds, until `begin` is called again.
+        """
         if self._own is None:
             began, waited = self._mark
             self._own = max(0.0, time.monotonic() - began - (polling.waited - waited))

@@ -68,7 +68,7 @@ class Allotment:
         self._looked = now
 
     def step(self, now: float) -> None:
-        """Record the end of a step, from which the longest step is found."""
+        """Record that a step has ended at `now`, and update the time of the longest step."""
         if self._last is not None:
             self._step = max(self._step, now - self._last)
         self._last = now
@@ -76,7 +76,7 @@ class Allotment:
             self.look(now)
 
     def look(self, now: float) -> None:
-        """Find the longest save of a checkpoint in the newest events."""
+        """Update the time of the longest save of a checkpoint so far."""
         self._looked = now
         self._save = max(self._save, longest_save())
 

@@ -1,4 +1,4 @@
-"""Find hangs of a job: report the missing rank and the code line of each rank, then end the job.
+"""Find hangs of a job: report the suspect ranks and the code line of each rank, end the job.
 
 A thread in each rank looks at the rank's main thread at least ten times within `seconds`, the time
 limit of `watch`. It writes the state of the main thread to a file that all ranks read. These are

@@ -1,8 +1,9 @@
 """Test whether MPI can send device memory: ``mpiexec -n 2 python -m mpidist.gpu_direct``.
 
 An MPI library that cannot send device memory raises no error: it ends the process or delivers wrong
-bytes. Therefore this test runs in a job of its own, and writes its result to a file for this host,
-MPI, cupy and driver. `arrays.mpi_direct` reads the file.
+bytes. Therefore this test runs in a job of its own. It writes its result to a file, which is valid
+for this host and for the installed versions of MPI, cupy and the driver. `arrays.mpi_direct` reads
+the file.
 """
 
 from __future__ import annotations

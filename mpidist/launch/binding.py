@@ -126,7 +126,7 @@ def check_binding(comm, environ: Mapping[str, str]) -> bool:
 
 
 def whole_cores(cores: Sequence[int]) -> set[int]:
-    """Return the number of one hardware thread of each physical core in `cores`."""
+    """Return, for each physical core in `cores`, the number (ID) of one of its hardware threads."""
     found = set()
     for core in cores:
         there = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")

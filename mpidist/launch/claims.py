@@ -92,7 +92,7 @@ def mpi_name(library: str) -> str:
 
 
 def check_launcher(environ: Mapping[str, str], library: str) -> None:
-    """Raise ConfigError if MPI_Init of this library would abort under this launcher.
+    """Raise ConfigError if MPI_Init of the MPI `library` would abort under this launcher.
 
     Call this function before MPI_Init. An MPICH that is built for PMI 1 and 2 ends the process in
     MPI_Init if the launcher uses PMIx. The error text of MPICH names neither the cause nor the

@@ -37,8 +37,8 @@ def attempt_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
 def attempt_before(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the folder of the earlier start of the program that this start replaces, or None.
 
-    When a job gets more ranks, for example by `mpidist grow`, a new start of the program takes over
-    the training run of the one that still trains.
+    When a job gets more ranks, for example by `mpidist grow`, the program is started again while
+    its earlier start still trains. Then the new start takes over the training run.
     """
     return Path(environ[ATTEMPT_BEFORE]) if ATTEMPT_BEFORE in environ else None
 

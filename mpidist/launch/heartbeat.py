@@ -1,4 +1,4 @@
-"""Heartbeats: each rank writes to a file that it lives, its step, and whether it has ended.
+"""Heartbeats: each rank writes signs of life, its step and its end to a file of its own.
 
 `mpidist launch` reads these files, one for each rank and each start of the program. The file is
 mapped into memory, so its content survives a SIGKILL of the rank. A thread of the rank increments a
@@ -77,7 +77,7 @@ class Sign(NamedTuple):
     processes of the control group that the kernel has killed so far for lack of memory, and
     `kills_before` is that number when the rank began; both are -1 if unknown.
 
-    `code` is the exit code of a rank that has left together with all living ranks, else -1.
+    `code` is the exit code of a rank, if all living ranks have agreed to end; before, it is -1.
     `gave_up` is 1 if this rank could not continue after a death.
     """
 
@@ -234,7 +234,7 @@ def fail() -> None:
 
 
 def note_exit(code: int) -> None:
-    """Write to the heartbeat file that all living ranks end, and this rank's exit code."""
+    """Write this rank's exit code to the heartbeat file: all living ranks have agreed to end."""
     if _pulse is not None:
         _pulse.numbers[_CODE] = code
         _pulse.leave()
@@ -267,8 +267,9 @@ def make_decision(folder: Path, text: str) -> bool:
 
     When a job gets more ranks, the first start, whose folder is `folder`, and the new one run at
     the same time. `text` is `KEPT` if the first one keeps the run. Otherwise the new one takes the
-    run over, and `text` says where its state is: `IN_MEMORY`, or `IN_STORE` (the checkpoint store).
-    Only the first decision counts: the result says whether `text` is the decision.
+    run over, and `text` says where it finds the state: `IN_MEMORY` (of the host) or `IN_STORE` (the
+    checkpoint store). Only the first decision counts. The result is true if that decision is
+    `text`.
     """
     try:
         # A symbolic link is made in one step together with its text. A file could stay empty,

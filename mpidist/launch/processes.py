@@ -74,7 +74,8 @@ class Started:
         must be false for ``sbatch``, whose jobs continue after ``sbatch`` has ended.
     session : bool
         Whether to call `remove_session` with the pid of the command. `session` must be false in a
-        private process namespace, where a running launcher may have the same pid.
+        private process namespace. The pid of the command there may be equal to the pid of a
+        launcher outside, whose session folder would then be removed.
     """
 
     def __init__(

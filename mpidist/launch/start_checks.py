@@ -85,7 +85,7 @@ def _cpu() -> str:
 def compare(
     fingerprints: Sequence[Mapping[str, str]], keys: Sequence[str] = _MUST_AGREE
 ) -> str | None:
-    """Return a line with the different versions, their hosts and what to do, or None."""
+    """Return a line about software versions that differ between hosts, or None if none differ."""
     differing = []
     for key in keys:
         hosts: dict[str, dict[str, None]] = {}  # version -> names, each once

@@ -97,9 +97,9 @@ def sync_batch_norm_backward(comm, dy, saved: Saved):
     """Return the gradient with respect to x, the input of `sync_batch_norm`.
 
     Collective over `comm`. `dy` is the gradient of this rank's *mean* loss with respect to y, the
-    output of `sync_batch_norm`. If the parameter gradients that follow from the results are
-    averaged over all ranks, weighted by the batch sizes, they are the gradients of the mean loss
-    over all samples.
+    output of `sync_batch_norm`. Compute the gradients of this rank's parameters from the returned
+    gradient. Their mean over all ranks, weighted by the batch sizes, is the gradient of the mean
+    loss over all samples.
     """
     xp = array_module(dy)
     with call_guard(comm, "sync_batch_norm_backward"):

@@ -15,10 +15,10 @@ A pipeline can call the two halves of `backward` at different times, in any orde
     dx = layer.backward_input(parameters, saved, dy)
     layer.backward_weights(parameters, saved, dy, gradients, ready)
 
-Arrays have one more axis than a batch, in front: its index is the number of a piece, which is a
-batch with gradients of its own. All pieces have equal size, and the results of a piece do not
-depend on the other pieces. Images have the shape (pieces, channels, height, width, samples). The
-convolution of a piece is one matrix product:
+A piece is a batch with gradients of its own. The first axis of each array is the number of the
+piece. All pieces have equal size, and the results of a piece do not depend on the other pieces.
+Images have the shape (pieces, channels, height, width, samples). The convolution of a piece is one
+matrix product:
 
     weights (out, c k k)  @  columns (c k k, rows cols samples)  ->  (out, rows cols samples)
 """
@@ -263,7 +263,7 @@ class Features(_Fixed):
     """Turn images into one row of features per sample, in the order channel, height, width."""
 
     def forward(self, parameters, x):
-        """Return (y, shape of x); y is a view of x, with the samples as its second axis."""
+        """Return (y, shape of x); y is a view of x with the shape (pieces, samples, features)."""
         return x.reshape(len(x), math.prod(x.shape[1:4]), x.shape[4]).swapaxes(1, 2), x.shape
 
     def backward_input(self, parameters, shape, dy):

@@ -47,8 +47,9 @@ class Network:
     sample_shape : tuple of int
         Shape of one input.
     seed : int
-        Seed of the weights, which are normal with variance 2 / inputs before a ReLU and 1 / inputs
-        in the last layer (He et al., 2015, arXiv:1502.01852). Biases are zero.
+        Seed of the weights, which are drawn from normal distributions. In a layer with n inputs the
+        variance is 2 / n if a ReLU follows, and 1 / n in the last layer (He et al., 2015,
+        arXiv:1502.01852). Biases are zero.
 
     Attributes
     ----------
@@ -167,7 +168,8 @@ class Network:
         `scores` are the outputs of the last layer, of shape (pieces, samples, classes). `labels`
         are integers from 0, of shape (pieces, samples). A piece without samples has loss 0.
 
-        Raises ConfigError for labels of another shape, or (on the host) outside 0 to classes - 1.
+        Raises ConfigError for labels of another shape, and for NumPy labels that are no class
+        number: outside 0 to classes - 1. The values of labels on a GPU are not checked.
         """
         if labels.ndim != 2 or tuple(scores.shape) != (*labels.shape, self.classes):
             raise ConfigError(

@@ -21,7 +21,11 @@ from .split_dense import SPLITS, SplitDense
 
 
 def check_split_settings(split, split_ranks) -> None:
-    """Raise ConfigError unless the two settings of a split are valid; both may be None."""
+    """Raise ConfigError unless `split` and `split_ranks` are valid; both may be None.
+
+    `split` maps names of dense layers to "columns" or "rows". `split_ranks` is the number of ranks
+    that share each of these layers.
+    """
     if split_ranks is not None:
         checked_whole("split_ranks", split_ranks, 1)
     if split is None:
@@ -47,8 +51,9 @@ def check_split_settings(split, split_ranks) -> None:
 def split_ways(size: int, others: int, split_ranks: int | None) -> int:
     """Return over how many of `size` ranks each layer is split.
 
-    `others` is the number of stages of the pipeline times the number of its replicas, or 0 if it is
-    not known. `split_ranks` is the requested number of ranks, or None for as many as possible.
+    `split_ranks` is the requested number of ranks, or None for as many as possible: `size` divided
+    by `others`. `others` is the number of stages of the pipeline times the number of replicas of
+    the pipeline, or 0 if it is not known.
     """
     if split_ranks is None and not others:
         raise ConfigError("split needs stages, cuts, replicas or split_ranks; give stages")

@@ -119,8 +119,8 @@ def gap(scores, labels, top: int = 20) -> float:
     The `top` highest scores of every sample are ranked together, the highest first. The precision
     at a position of this ranking is the fraction of scores up to there that belong to true entities
     (labels that the sample has). The result is the sum of the precisions at the positions of the
-    true entities, divided by the number of all true entities, of which a sample counts at most
-    `top`. Abu-El-Haija et al., 2016, arXiv:1609.08675.
+    true entities, divided by the number of all true entities. A sample with more than `top` true
+    entities adds only `top` to this number. Abu-El-Haija et al., 2016, arXiv:1609.08675.
     """
     scores, labels = _on_host(scores), _on_host(labels).astype(bool)
     top = min(top, scores.shape[1])

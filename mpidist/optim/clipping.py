@@ -43,9 +43,9 @@ def clipped(optimizer: Optimizer, max_norm: float) -> Optimizer:
     """Return an optimizer that clips the gradients to a global norm of `max_norm` before updates.
 
     Use the returned optimizer with `md.train` and AllReduce, or in your own loop. In a job file,
-    set ``clip_norm = 1.0`` in the table of the optimizer. The returned optimizer cannot update an
-    array part by part. Parameter servers therefore use the optimizer without clipping, and take
-    `max_norm` as their ``clip_norm``.
+    set ``clip_norm = 1.0`` in the table of the optimizer. Parameter servers update arrays part by
+    part, which the returned optimizer cannot do. Give them the optimizer without clipping, and
+    `max_norm` as their argument ``clip_norm``.
     """
     max_norm = _check(max_norm)
 

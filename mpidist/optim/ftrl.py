@@ -17,11 +17,11 @@ def ftrl(lr: Rate, beta: float = 1.0, l1: float = 0.0, l2: float = 0.0) -> Optim
         z += lr g - (sqrt(n + g^2) - sqrt(n)) p;    n += g^2
         p = -(z - sign(z) lr l1) / (beta + sqrt(n) + lr l2)     or 0 where abs(z) <= lr l1
 
-    Unlike in the usual form of FTRL, z is multiplied by `lr`, so that a schedule scales each
-    gradient. With ``l1 = l2 = 0`` FTRL is AdaGrad, ``p -= lr g / (beta + sqrt(n))``. At the first
-    nonzero gradient of an element, its z is set so that the formula for p gives the present value
-    of the element. If a gradient has only some rows of a parameter, the result has the same bits as
-    with zero gradients for the other rows.
+    With ``l1 = l2 = 0`` FTRL is AdaGrad, ``p -= lr g / (beta + sqrt(n))``. Here z is `lr` times as
+    large as in the usual form of FTRL. Each gradient is multiplied by the `lr` of its own step, so
+    `lr` may be a schedule. At the first nonzero gradient of an element, its z is set so that the
+    formula for p gives the present value of the element. If a gradient has only some rows of a
+    parameter, the result has the same bits as with zero gradients for the other rows.
 
     An element that begins at 0 stays 0 until its gradients add up to more than `l1`.
 

@@ -5,7 +5,8 @@
 
 The state of an optimizer is a dict. It contains arrays by parameter name, such as ``{"velocity":
 {name: array}}``, and two 0-d NumPy arrays, ``step`` (int64, the number of updates) and ``progress``
-(float64, the sum of the updates' weights). Checkpoints contain the whole state.
+(float64, the sum of the arguments `weight` of all updates, which are 1 by default). Checkpoints
+contain the whole state.
 
 An elementwise optimizer computes each element of a parameter from the same element of the gradient
 and of the state. With an elementwise optimizer, updating an array part by part gives the same bits
@@ -49,11 +50,11 @@ class Optimizer:
         ``init(parameters) -> state``; `parameters` is a dict of floating-point arrays.
     update : callable
         ``update(gradients, state, parameters, weight=1.0)`` changes `state` and `parameters` in
-        place and does not change `gradients`. `weight` multiplies the learning rate of this update,
-        and is added to ``progress``, the argument of the schedule. A parameter server may make a
-        separate update for the gradients of each worker; `weight` is then the worker's part of the
-        global batch. If `update` gets only some of the parameters that `init` got, it updates only
-        these parameters.
+        place and does not change `gradients`. `weight` multiplies the learning rate of this update.
+        It is also added to ``progress`` in `state`, the number from which a schedule computes the
+        learning rate. A parameter server may make a separate update for the gradients of each
+        worker; `weight` is then the worker's part of the global batch. If `update` gets only some
+        of the parameters that `init` got, it updates only these parameters.
     elementwise : bool
         True if updating the parts of an array one by one gives the same bits as updating the whole
         array.
@@ -120,8 +121,8 @@ def elementwise(
     Parameters
     ----------
     slots
-        Names of the state arrays: for each name, every parameter has an array of its own shape,
-        which begins with zeros.
+        Names of the state arrays. For each name, every parameter has an array of the parameter's
+        shape, at first filled with zeros.
     coefficients
         ``coefficients(rate, count, weight)`` returns all scalars of update number `count` (from 1);
         `rate` is the learning rate times the update's `weight`. The kernel gets these scalars in
@@ -131,8 +132,8 @@ def elementwise(
         elements of the parameter and the same elements of the state arrays; `scratch` is an
         uninitialised array of their shape and dtype.
     rows
-        See `Optimizer.rows`: "lazy", or "exact" if the kernel changes nothing where the gradient is
-        zero.
+        The attribute `Optimizer.rows`: "exact" if the kernel changes nothing where the gradient is
+        zero, otherwise "lazy".
     """
     schedule = as_schedule(lr)
 

@@ -55,8 +55,10 @@ def row_groups(group: tuple, most: int) -> Iterator[tuple]:
     """Yield copies of those rows of all arrays in `group` that have a gradient, some at a time.
 
     The caller changes the copies in place; they are then written back to the arrays. `group` is
-    (parameter, (rows, values), state arrays). Each yielded tuple is (parameter, values, state
-    arrays, scratch), with arrays of at most about `most` elements.
+    (parameter, (rows, values), state arrays). Each yielded tuple is (copied rows of the parameter,
+    values of their gradient, copied rows of the state arrays, scratch). `scratch` is an
+    uninitialised array of the shape of the copied rows. Each array has at most about `most`
+    elements.
     """
     parameter, (rows, values), *slots = group
     width = max(1, values[:1].size)

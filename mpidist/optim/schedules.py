@@ -95,7 +95,11 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def as_schedule(lr: Rate) -> Schedule:
-    """Return `lr` as a Schedule: a number becomes `constant`, and a callable keeps its name."""
+    """Return `lr` as a Schedule.
+
+    A number becomes the schedule `constant`. A function becomes a Schedule with the function's
+    name.
+    """
     if isinstance(lr, Schedule):
         return lr
     if callable(lr):

@@ -39,7 +39,7 @@ def text(build: Callable, size: int, n: int, itemsize: int = 4) -> str:
 
 
 def check_picture(file: str | Path, size: int) -> None:
-    """Raise ConfigError if `picture` cannot draw `size` ranks into `file`."""
+    """Raise ConfigError if the function `picture` cannot draw so many ranks or such a file."""
     if not 2 <= size <= MOST_RANKS:
         raise ConfigError(f"a picture shows 2 to {MOST_RANKS} ranks, given {size}")
     check_figure_file(file)

@@ -106,7 +106,10 @@ def load(path) -> NetworkModel:
 
 
 class Cost(NamedTuple):
-    """The time of an allreduce in seconds, and the largest message and byte counts of any rank."""
+    """The seconds of an allreduce, and counts, each of which is the maximum over all ranks.
+
+    A rank sends `messages` messages and `bytes` bytes, and adds up `reduced` bytes.
+    """
 
     seconds: float
     rounds: int

@@ -1,6 +1,6 @@
 """Group ranks with the same steps into classes, which `vector_simulator` simulates at once.
 
-The ranks of a class do the same steps with other peers and other parts of the vector.
+The ranks of a class do the same steps, each with its own peers and its own parts of the vector.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ from ..collectives.schedules.schedule import Step, length
 
 
 class Class(NamedTuple):
-    """A class of ranks that do the same steps, with other peers and other parts of the vector."""
+    """Ranks that do the same steps, each with its own peers and its own parts of the vector.
+
+    `peers` has an array for each step: the peer of each of the `ranks`.
+    """
 
     ranks: np.ndarray
     steps: list[Step]
     peers: list[np.ndarray]
 
     def without_empty(self) -> Class:
-        """Return the class without steps that move no elements."""
+        """Return a copy of this class of ranks, with only those steps that move elements."""
         kept = [i for i, s in enumerate(self.steps) if length(s.source) or length(s.target)]
         return Class(self.ranks, [self.steps[i] for i in kept], [self.peers[i] for i in kept])
 
 
 def of_tree(size: int, n: int, itemsize: int) -> list[Class]:
-    """Return the classes of a tree; ranks of a class have equal numbers and sizes of subtrees."""
+    """Return the classes of ranks for a tree allreduce: those with subtrees of the same sizes."""
     alike = defaultdict(list)
     for rank in range(size):
         reach = (rank & -rank) or 1 << tree.rounds(size)
@@ -45,7 +48,11 @@ def of_tree(size: int, n: int, itemsize: int) -> list[Class]:
 
 
 def of_butterfly(build: Callable, size: int, n: int, itemsize: int) -> list[Class]:
-    """Return a butterfly's classes: ranks outside of it, partners of these ranks, all others."""
+    """Return the classes of ranks for a butterfly allreduce.
+
+    They are the ranks outside of the butterfly (if the number of ranks is no power of two), the
+    partners of these ranks, and all other ranks.
+    """
     power = 1 << (size.bit_length() - 1)
     rest = size - power
     ranks = np.arange(size)
@@ -72,7 +79,11 @@ def of_butterfly(build: Callable, size: int, n: int, itemsize: int) -> list[Clas
 
 
 def of_double_tree(size: int, n: int, itemsize: int) -> list[Class]:
-    """Return a double tree's classes: ranks of equal depth and number of children in both trees."""
+    """Return the classes of ranks for an allreduce with two trees.
+
+    In each of the two trees, the ranks of a class have the same depth and the same number of
+    children.
+    """
     alike = defaultdict(list)
     for rank in range(size):
         places = [double_tree.tree_place(size, rank, k) for k in (0, 1)]

@@ -55,7 +55,7 @@ def simulate(build: Callable, problem: Problem, trace: list | None = None) -> Co
 
 
 def summary(plans: Sequence[list[Step]], itemsize: int, seconds: float) -> Cost:
-    """Return the cost of the steps in `plans`; each count is the maximum over the ranks."""
+    """Return the `Cost` of an allreduce; `plans` has the list of steps of each rank."""
     sends = [[length(s.source) for s in steps if s.kind == SEND] for steps in plans]
     sums = [
         sum(length(s.target) for s in steps if s.kind in (REDUCE, REDUCE_LEFT)) for steps in plans

@@ -54,7 +54,11 @@ def lane_algorithm(nbytes: int) -> str:
 
 
 def with_node_phases(name: str, problem: Problem) -> Problem:
-    """Return `problem`; for ``hierarchical``, each call also costs the work in shared memory."""
+    """Return `problem` with the time that the algorithm `name` needs inside the nodes.
+
+    For ``hierarchical``, the time of the work in shared memory is added to ``network.call``. For
+    other algorithms, `problem` is returned unchanged.
+    """
     if name != HIERARCHICAL:
         return problem
     network, ranks = problem.network, problem.ranks_per_node

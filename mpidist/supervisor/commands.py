@@ -113,7 +113,7 @@ def printed_version(launcher: str) -> str:
 
 
 def again(ranks: int, started_by: str, library: str, crowded: bool) -> list[str]:
-    """Return the words of a command that starts `ranks` ranks as this process was started.
+    """Return the words of a command that starts `ranks` ranks in the way this process was started.
 
     Parameters
     ----------
@@ -138,7 +138,7 @@ def again(ranks: int, started_by: str, library: str, crowded: bool) -> list[str]
 
 
 def callable_as(program: str) -> str:
-    """Return how a user can call `program`, which is in the folder of this Python."""
+    """Return what a user must type to run `program`, which is in the folder of this Python."""
     own = Path(sys.executable).with_name(program)
     found = shutil.which(program)
     if not own.exists() or (found and Path(found).resolve() == own.resolve()):
@@ -190,7 +190,9 @@ def parse_hosts(text: str) -> dict[str, int]:
 
 
 def named_like(host: str, hosts: Collection[str]) -> str:
-    """Return the name of the host `host` in `hosts`; "" if it is not among them.
+    """Return the name in `hosts` that means the same host as `host`; "" if there is none.
+
+    The result is also "" if `hosts` has only one name.
 
     Only the part of a name before the first dot is compared.
     """

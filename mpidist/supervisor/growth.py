@@ -88,10 +88,10 @@ class Growth(Generic[W]):
         return ""
 
     def listen(self, numbers: Collection[int], seconds: float):
-        """Wait for a signal to `mpidist launch`, or until the old ranks have left their state.
+        """Wait for a signal to `mpidist launch`, or until the old ranks have handed over the state.
 
-        As soon as the old ranks have left the state, decide that the new ranks continue the run.
-        Returns the signal, or None after the decision or after `seconds`.
+        As soon as the old ranks have handed over the state, decide that the new ranks continue the
+        run. Returns the signal, or None after the decision or after `seconds`.
         """
         if not self.asked or self.gone:
             return signal.sigtimedwait(numbers, seconds)
@@ -132,7 +132,7 @@ class Growth(Generic[W]):
 
 
 def place_of_state(old: Sequence[Sign], new: Sequence[Sign]) -> str:
-    """Return where the old ranks must leave the state of the run for the new ranks.
+    """Return where the old ranks must put the state of the run for the new ranks.
 
     The place is memory if all ranks, old and new, are on one host, and otherwise the store.
     """

@@ -57,7 +57,7 @@ def silent_hosts(
     environment: Mapping[str, str],
     doors: Mapping[str, tuple[str, int]] | None = None,
 ) -> list[str]:
-    """Return the hosts on which a short program does not end, or ends with an error, in time.
+    """Return the hosts on which a short program fails, or does not end within a time limit.
 
     Parameters
     ----------

@@ -100,7 +100,7 @@ def with_todays_hosts(job: LaunchedJob) -> LaunchedJob:
 
 
 def all_hosts(job: LaunchedJob) -> AttemptPlace:
-    """Return all hosts of the job, without a test."""
+    """Return all hosts of the job, without a test whether they answer."""
     return AttemptPlace(job.hosts, tuple(job.hosts or ()), named=not job.slurm)
 
 
@@ -113,8 +113,8 @@ def usable(job: LaunchedJob, before: AttemptPlace, unstarted: bool = False) -> A
     before : AttemptPlace
         The hosts of the previous attempt.
     unstarted : bool
-        Whether the launcher has started no process in the previous attempt. If so, each host is
-        also tested by the launcher itself.
+        Whether the launcher has started no process in the previous attempt. If so, the launcher is
+        also tested: it must start a short program on each host.
     """
     if job.hosts is None or len(job.hosts) < 2:
         return all_hosts(job)
@@ -177,7 +177,7 @@ def run_on_hosts(
 
 
 def doubted(job: LaunchedJob, attempt: Attempt, place: AttemptPlace) -> Attempt:
-    """Return an attempt's result, as failed if it seems done but a host does not answer.
+    """Return the result `attempt`, changed to a failure if a host does not answer.
 
     If a host is lost, Open MPI's launcher ends with exit code 0, so this code does not prove that
     the program has finished. If the ranks write no heartbeats, this function tests the hosts.

@@ -1,4 +1,4 @@
-"""Decide from the ranks' heartbeats (signs of life in files) whether to end an attempt."""
+"""Decide from the ranks' heartbeats (signs of life in files) whether to end the program."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Limits(NamedTuple):
     """The time limits after which an attempt (a start of the program) must be ended, in seconds.
 
     - `heartbeat`: the longest time without a heartbeat of a rank.
-    - `start`: the longest time until all ranks have begun. With None, the limit is 300 s, counted
-      from the moment in which a rank has begun.
+    - `start`: the longest time until all ranks have begun. With None, the limit is 300 s, but only
+      if at least one rank has begun.
     - `stall`: the longest time without a completed step; None for no limit.
     - `grace`: the time in which ranks must save and exit after a request to stop.
-    - `launcher`: the longest time until the launcher starts any process, and from the end of all
-      ranks to the end of the launcher. With None, the limit is 30 s, but there is no limit for the
-      start if the launcher queues jobs, as srun does.
+    - `launcher`: the longest time until the launcher starts the first process, and also the longest
+      time that the launcher may still run after all ranks have ended. With None, both limits are 30
+      s, but a launcher that queues jobs, as srun does, may take any time for the start.
     """
 
     heartbeat: float = 60.0
@@ -48,7 +48,11 @@ LAUNCHER = 30.0
 
 
 class Launcher(NamedTuple):
-    """Whether the launcher (such as mpiexec) has started the program, and whether it is stopped."""
+    """The state of the launcher (such as mpiexec).
+
+    `begun` says whether the launcher has started the program, and `stopped` whether the launcher is
+    stopped by a signal (SIGSTOP).
+    """
 
     begun: bool = True
     stopped: bool = False
@@ -58,14 +62,14 @@ _OK = Launcher()
 
 
 class Vigil:
-    """Watches the heartbeats of one attempt's ranks, and decides whether it must be ended.
+    """Watches the heartbeats of the ranks in one attempt, and decides whether to end the attempt.
 
     An attempt is one start of the program on all ranks. `dead_ends` says whether the other ranks
     cannot go on after the death of a rank, so that the attempt must end. `queues` says whether the
-    launcher may wait, as srun does, before it starts a process. `dead` are the first ranks that
-    have died without an orderly exit. `stuck` are silent ranks on this host that must be killed, so
-    that the other ranks can go on. `over` says whether all living ranks have written that they end,
-    and have had time to end.
+    launcher may wait, as srun does, before it starts a process. `dead` are the ranks on this host
+    that have died without an orderly exit; ranks that die later than these are left out. `stuck`
+    are silent ranks on this host that must be killed, so that the other ranks can go on. `over` is
+    true some time after all living ranks have written to their heartbeats that they end.
     """
 
     def __init__(
@@ -121,8 +125,8 @@ class Vigil:
         """Return why the attempt (start of the program) must end, or "" if it may continue.
 
         `told` are the newest heartbeats of the ranks. `gone` are the process IDs of the ranks on
-        this host that had ended before the heartbeats were read. `begun` maps each rank on this
-        host that has begun to its process ID.
+        this host that had ended before the heartbeats were read. `begun` is {rank: process ID}, for
+        the ranks on this host that have begun.
         """
         self.note(told)
         signs = self.signs

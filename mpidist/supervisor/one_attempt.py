@@ -152,7 +152,10 @@ class RunningAttempt:
         remove_session(os.getpid(), self.environment)
 
     def watch(self) -> Attempt:
-        """Wait until the attempt (start of the program) ends, or end it; return its result."""
+        """Wait for the end of the attempt (start of the program), and return its result.
+
+        If the ranks hang, or do not exit after a request, this method ends the attempt.
+        """
         asked, why, deadline = False, "", float("inf")
         while self.process.poll() is None:
             interval = self.job.limits.interval(self.ranks)

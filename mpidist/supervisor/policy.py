@@ -44,8 +44,8 @@ class Attempt(NamedTuple):
     - `begun`: whether the launcher has started the program on some host.
     - `culprit`: the host whose ranks were the first to fail; "" if unknown.
     - `memory`: a text about the rank that the kernel has killed for lack of memory; "" if none.
-    - `survived`: how many ranks have died although the living ranks have finished the attempt. The
-      dead ranks are then counted in `left`.
+    - `survived`: how many ranks have died, if the other ranks have finished the attempt without
+      them. The dead ranks are then counted in `left`.
     - `more`: how many more ranks the next attempt has, if the user has asked for more.
     """
 

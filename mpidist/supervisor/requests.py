@@ -1,8 +1,8 @@
 """Requests to a running job: continue with more ranks, or end before its hosts go away.
 
 `mpidist grow` requests more ranks by a file in the control folder. A cloud may give a notice before
-it takes a machine away: a file appears, or a command exits with 0. In both cases `mpidist launch`
-asks the ranks by SIGUSR1 to save and exit.
+it takes a machine away: a file appears, or a command exits with 0. After a request for more ranks
+and after a notice, `mpidist launch` asks the ranks by SIGUSR1 to save and exit.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Benchmarks of parameter servers: uneven steps, and many sizes, workers and servers."""
+"""The benchmarks of parameter servers: `mpidist bench ps` and `mpidist bench servers`."""

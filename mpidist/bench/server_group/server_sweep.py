@@ -1,4 +1,4 @@
-"""`mpidist bench servers`: compare workers and servers with plain messages and an allreduce.
+"""`mpidist bench servers`: compare parameter servers with plain messages and with an allreduce.
 
 In each round of a case, four operations are timed one after the other: a `push_pull`, in which
 workers send gradients and get the new parameters; the same messages in plain mpi4py; an allreduce

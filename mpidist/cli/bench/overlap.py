@@ -16,7 +16,7 @@ def add_options(parser) -> None:
 
 
 def run(comm, args) -> list[dict]:
-    """Time steps with and without overlap, print a table, and return its rows.
+    """Measure how much of the gradient exchange overlaps the backward pass; print and return rows.
 
     Collective over `comm`.
     """

@@ -1,4 +1,4 @@
-"""``mpidist bench servers``: time steps with several numbers of workers and servers."""
+"""``mpidist bench servers``: measure how long steps take, for several numbers of ranks."""
 
 from __future__ import annotations
 
