@@ -16,7 +16,10 @@ def rows_of(x) -> tuple[int, int]:
 
 
 def deliver(block, like, out, shape):
-    """Return a received block: in `out` if given, else as an array of the library of `like`."""
+    """Copy a received `block` into `out` and return `out`; without `out`, return an array.
+
+    The array is a NumPy array or a device array, as `like` is, and has the dtype of `like`.
+    """
     if out is None:
         if isinstance(like, np.ndarray):
             return block if block.dtype == like.dtype else block.astype(like.dtype)

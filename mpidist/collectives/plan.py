@@ -58,12 +58,12 @@ class CachedPlan:
         context.under_way = False
 
     def owned(self):
-        """Return this plan, and keep it until `release` is called. All ranks must call it."""
+        """Return this plan, and keep it until `release` is called. All ranks must call this."""
         self.owners += 1
         return self
 
     def release(self) -> None:
-        """Undo one call of `owned`; close the plan if no other call is left.
+        """End a use of this plan that `owned` began; if it was the only use, close the plan.
 
         All ranks must call this method.
         """
@@ -141,8 +141,8 @@ class AllreducePlan(CachedPlan):
     def load(self, x, weight=None, *, in_place: bool, pooled: bool = True):
         """Return ``weight * x`` as a 1-D vector with the dtype in which sums are computed.
 
-        The result is a view of `x` if `in_place`, and otherwise a copy in C order; without `weight`
-        it has the values of `x`.
+        If `in_place` is true, `x` itself is multiplied, and the result is a view of `x`. Otherwise
+        the result is a copy in C order. Without `weight` nothing is multiplied.
         """
         if in_place:
             work = x.reshape(-1)
@@ -166,7 +166,11 @@ class AllreducePlan(CachedPlan):
         return not is_device(x) or (self._device_safe and mpi_direct(x))
 
     def store(self, x, work, total, *, in_place: bool) -> None:
-        """Copy the result `work` to `x`, rounded to its dtype; first divide a mean by `total`."""
+        """Write the result of the operation to `x`, rounded to the dtype of `x`.
+
+        If the operation is a mean, the sum `work` is first divided by `total`, unless the engine
+        has done so. If `in_place` is true, `work` is a view of `x`.
+        """
         if not self.divides:
             finish_mean(self.reduction, work, total)
         if in_place:

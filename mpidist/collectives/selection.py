@@ -71,8 +71,8 @@ def table_fingerprint(table: dict[str, dict]) -> str:
 def restore(comm: MPI.Comm, saved: dict[str, dict], origin: str = "checkpoint") -> None:
     """Restore the chosen algorithms from a result of `table`. Every rank must pass the same table.
 
-    Choices that were measured with another number of ranks are ignored. In a later `table`, the
-    restored choices have the value `origin` under ``from``.
+    Choices that were measured with another number of ranks are ignored. In the results of later
+    calls of `table`, each restored choice has the text `origin` under the key ``from``.
     """
     context = of(comm)
     for key, entry in saved.items():
@@ -161,7 +161,7 @@ def choose(context: Context, signature: Signature, reduction: Reduction, shape, 
 
 
 def remembered(comm: MPI.Comm) -> selection_cache.Remembered:
-    """Return the object for the communicator's file of stored choices.
+    """Return the `Remembered` of `comm`, which stores in a file which algorithm was the fastest.
 
     The first call for a communicator is collective.
     """

@@ -31,9 +31,11 @@ _MOST_BYTES = 1 << 20  # a table needs 20 entries of 100 bytes
 
 
 class Remembered:
-    """The file of stored choices for one kind of cluster; without a `folder` nothing is stored.
+    """A file that stores which algorithms were the fastest, for all jobs with the same `facts`.
 
-    With `all_choices` the file also stores choices for which no algorithm was clearly the fastest.
+    `facts` describe the machine and the launch. If `folder` is None, nothing is stored. If
+    `all_choices` is true, the file also stores choices for which no algorithm was clearly the
+    fastest.
     """
 
     def __init__(self, facts: dict, folder: Path | None, all_choices: bool = False):

@@ -285,10 +285,11 @@ class Gradients:
             raise
 
     def reduce(self, *extras: float) -> None:
-        """Finish the exchange; `views` then have the sum over all ranks of share * gradient.
+        """Finish the exchange; the arrays in `views` then have the averaged gradients. Collective.
 
-        Collective; in place. `extras` are up to two numbers; every rank passes equally many. They
-        are not multiplied by `share`, and their sums over the ranks are then in `Gradients.extras`.
+        Each rank's gradients are multiplied by its `share` (see `begin`), and then added over all
+        ranks. `extras` are up to two numbers; every rank passes equally many. They are not
+        multiplied by `share`, and their sums over the ranks are then in `Gradients.extras`.
         """
         with self.context.call("Gradients.reduce"):
             if not self._begun:

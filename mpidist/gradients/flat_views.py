@@ -25,7 +25,8 @@ def loss_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
 def with_extras(shapes: Mapping, loss: np.dtype | None = None) -> dict:
     """Return a dict name -> (shape, dtype) of gradients and extras, in their order in memory.
 
-    The extras are two numbers of dtype `loss` that are summed with the gradients.
+    The extras are two numbers that are summed together with the gradients. `loss` is their dtype;
+    None means the dtype that `loss_dtype` returns.
     """
     first = loss or loss_dtype(dtype for _, dtype in shapes.values())
     return {

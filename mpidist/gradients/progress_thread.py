@@ -20,7 +20,7 @@ PAUSE = 0.0005
 
 
 class Background:
-    """A thread that lets all operations from `push` make progress, until `take` is called."""
+    """A thread that continues the operations that `push` has begun, until `take` is called."""
 
     def __init__(self):
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -36,7 +36,7 @@ class Background:
         self._thread.start()
 
     def push(self, begin) -> None:
-        """Call `begin`, which must start an operation; the thread tests the handle it returns."""
+        """Call `begin`, which begins an operation; the thread then continues this operation."""
         with self._lock:
             handle = begin()
             running.remove(handle)  # otherwise waits of the main thread would test the handle, too
@@ -44,7 +44,7 @@ class Background:
         self._work.set()
 
     def take(self) -> list:
-        """Stop testing the operations; return their handles, or raise an error of the thread."""
+        """Stop the thread's work; return the handles of all operations, or raise its error."""
         self._work.clear()
         with self._lock:
             handles, self._handles = self._handles, []

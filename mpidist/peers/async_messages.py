@@ -28,7 +28,7 @@ class AsyncMessages:
     ----------
     sent, skipped : int
         The number of messages that were sent, and the number that were left out because the peer
-        had not received the message before.
+        had not yet received the previous message.
     oldest : int
         The largest number of rounds by which a received model was older than this rank's model.
     """

@@ -1,4 +1,4 @@
-"""The arrays that ranks average: pack them into a message, and average them with messages."""
+"""The arrays that ranks average: pack them into a message, average them with received arrays."""
 
 from __future__ import annotations
 
@@ -94,7 +94,10 @@ class MixedArrays:
                 start = stop
 
     def distance(self, before: Sequence) -> tuple[float, float]:
-        """Return two sums over all elements: of squared differences from `before`, and squares."""
+        """Return the sums of ``(x - y) ** 2`` and of ``x ** 2`` over all elements x of the arrays.
+
+        y is the element of `before` at the same place as x.
+        """
         apart = length = 0.0
         for array, other in zip(self.arrays, before, strict=True):
             xp, wide = array_module(array), np.float64

@@ -71,7 +71,7 @@ class PeerPlan:
         return self._received[round % len(self.rounds)][rank]
 
     def weight(self, round: int) -> float:
-        """Return the weight that each model received in this round has in the rank's average."""
+        """Return the weight of each received model in the average that a rank forms in a round."""
         return 1 / (1 + max(map(len, self.rounds[round % len(self.rounds)])))
 
     def ratio(self, rank: int, round: int) -> float:
@@ -93,7 +93,10 @@ class PeerPlan:
         return _spread(self._product(rounds))
 
     def rounds_to(self, spread: float) -> int:
-        """Return the number of rounds after which `PeerPlan.spread` is at most `spread`."""
+        """Return after how many rounds the models of the ranks differ by at most `spread`.
+
+        The method `PeerPlan.spread` measures how much the models differ.
+        """
         product = np.eye(self.size)
         for number in range(_MOST_ROUNDS):
             if _spread(product) <= spread:
@@ -150,7 +153,11 @@ def butterfly_rounds(size: int) -> list[Round]:
 
 
 def halton_rounds(size: int) -> list[Round]:
-    """Return one round in which each of p ranks sends to ranks p/2, p/4, 3p/4 and so on ahead."""
+    """Return one round, in which each rank r sends to the ranks r + p/2, r + p/4, r + 3p/4, ...
+
+    p is the number of ranks, `size`. The numbers are rounded down and taken modulo p, and there are
+    about log2 p of them.
+    """
     return [_shifted(size, *(int(size * halton_number(k + 1)) for k in range(_log2(size))))]
 
 
@@ -174,7 +181,7 @@ GRAPHS: dict[str, Callable[[int], list[Round]]] = {
 
 
 def peer_plan(graph, size: int) -> PeerPlan:
-    """Return the plan for `size` ranks whose rounds have this graph.
+    """Return the plan of which ranks average with each other in each round.
 
     Parameters
     ----------
@@ -213,7 +220,7 @@ def peer_plan(graph, size: int) -> PeerPlan:
 
 
 def check_graph(graph) -> None:
-    """Raise ConfigError if `graph` is not valid, whatever the number of ranks is."""
+    """Raise ConfigError if `graph` has the wrong form, or is a name that is not known."""
     if isinstance(graph, str):
         look_up(GRAPHS, graph, "graph")
         return

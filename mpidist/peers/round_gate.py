@@ -24,7 +24,7 @@ class Expected(NamedTuple):
 
 
 class RoundGate:
-    """Decides on one rank when a round of averaging may end, from the models that have arrived.
+    """Decides when this rank may end a round of averaging, from the models that have arrived.
 
     Attributes
     ----------
@@ -50,12 +50,12 @@ class RoundGate:
         return self.plan.sends(self.rank, self.round), new
 
     def arrive(self, one: Expected) -> None:
-        """Record that the model `one` has arrived."""
+        """Record that a model has arrived; `one` has the number of its round, and its sender."""
         self.missing.remove(one)
         self.arrived.append(one)
 
     def may_finish(self) -> bool:
-        """Whether all models have arrived for which this rank must wait before it may average."""
+        """Whether the models for which this rank must wait have arrived, so that it may average."""
         return all(one.round > self.round - self.bound for one in self.missing)
 
     def take(self) -> list[Expected]:

@@ -82,8 +82,9 @@ def one_line(error: BaseException) -> str:
 def end_process(code: int, *, now: bool) -> None:
     """At exit, end this process without MPI_Finalize, which may never return after a death.
 
-    If possible, the function returns and lets Python end the process with the exit code that Python
-    knows. Otherwise, and if `now` is true, the process ends here with exit code `code`.
+    If `now` is true, the process ends in this function, with exit code `code`. If `now` is false,
+    the function arranges that Python leaves out MPI_Finalize when it ends the process, and returns.
+    If this is impossible, the process ends in this function, too.
     """
     if now or not _leave_out_finalize():
         flush_files()

@@ -1,6 +1,6 @@
 """A pool of host buffers for operations, with a limit in bytes.
 
-Between two operations any operation may take any idle buffer.
+A buffer is idle while no operation uses it. Any operation may take an idle buffer.
 """
 
 from __future__ import annotations

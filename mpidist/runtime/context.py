@@ -128,9 +128,9 @@ class Context:
     def begin(self, signature: Signature, runs: events.Runs | None = None) -> int:
         """Begin the next operation, which `signature` describes in the same way on all ranks.
 
-        Returns the number of the operation, which is the argument of the method `tag`. Adds one to
-        ``runs.times`` (a count of runs) if `runs` is given. If ``runs.numbers`` is true, only
-        `runs` counts the operation, and the result is 0.
+        Returns the number of the operation, which is the argument of the method `tag`. `runs`, if
+        given, counts the runs of a prepared operation, and is increased by one. If ``runs.numbers``
+        is true, the operation needs no tag, and the result is 0.
         """
         if self.stopped and (self.failed or self.caller != threading.get_ident()):
             self.check_free(signature.kind)
@@ -147,8 +147,8 @@ class Context:
         """Raise an error if this thread must not begin an operation now.
 
         Returns whether this thread is inside another mpidist call. If this rank has raised an
-        exception instead of beginning an operation, the method is collective: it checks that all
-        ranks have raised an exception.
+        exception instead of beginning the last operation, the method checks that all other ranks
+        have raised one, too. This check is collective.
         """
         self._check_thread(kind)
         if self.closed:
@@ -177,7 +177,10 @@ class Context:
             raise wrong_thread(kind, self)
 
     def begin_agreed(self, signature: Signature, what: str) -> None:
-        """Begin the preparation `what`, and check that all ranks begin it. Collective."""
+        """Begin to prepare an operation, and check that all ranks prepare the same one. Collective.
+
+        `signature` describes the operation, and `what` is a text on what is prepared.
+        """
         signature = signature._replace(extra=", ".join(filter(None, (what, signature.extra))))
         self.begin(signature)
         self.agree(signature)
@@ -193,8 +196,8 @@ class Context:
         """Call `test` until it is true; raise MismatchError if ranks are in different operations.
 
         `sequence` is the number of the operation that this rank waits for, by default the newest.
-        After an exception, `test` and its memory are kept, because MPI may still write to this
-        memory, unless `keep` is false.
+        After an exception, MPI may still write to memory that `test` refers to. So this memory is
+        never freed, unless `keep` is false.
         """
         if self.failed and not test():
             raise self.earlier_failure()
@@ -294,10 +297,10 @@ class Context:
     # -- agreement ---------------------------------------------------------------------
 
     def agree(self, signature: Signature, *facts: int) -> list[int]:
-        """Check that all ranks begin the operation `signature`; return the maximum of each fact.
+        """Check that all ranks begin the same operation; return the maxima of `facts` over ranks.
 
-        Collective. The maxima are over the integers `facts` of all ranks. Raises MismatchError on
-        all ranks if their signatures differ.
+        Collective. `signature` describes the operation, and `facts` are integers. Raises
+        MismatchError on all ranks if their signatures differ.
         """
         if self.size == 1:
             return list(facts)
@@ -318,9 +321,10 @@ class Context:
         self.plans.pop(key).close()
 
     def end(self, text: str) -> list:
-        """End this context after a death, without messages. Later calls raise an error with `text`.
+        """End this context (mpidist's state for a communicator) after the death of a rank.
 
-        Returns the objects that own the context's buffers, which MPI may still use.
+        Sends no messages. Later calls on the communicator raise an error with `text`. Returns the
+        objects that own the context's buffers, which MPI may still use.
         """
         self.ended = text
         open_contexts.remove(self)

@@ -43,8 +43,8 @@ class _NotWaited(Exception):
 def leave_together(context) -> bool:
     """Wait for the other ranks, and receive the messages that are on their way. Collective.
 
-    Returns false if an operation is still running or a message has not arrived, so that no memory
-    may be freed. Raises MismatchError if the ranks have not made the same calls.
+    Returns false if an operation is still running or a message has not arrived. The caller must
+    then free no memory. Raises MismatchError if the ranks have not made the same calls.
     """
     if context.size == 1:
         return True
@@ -121,7 +121,7 @@ def _settle(context) -> bool:
 
 
 def _progress(context, test: Callable[[], bool]) -> Callable[[], bool]:
-    """Return a function that calls `test` and makes progress for the operations of all threads."""
+    """Return a function that first continues the operations of all threads, then calls `test`."""
 
     def look() -> bool:
         for handle in tuple(context.handles):

@@ -89,9 +89,10 @@ def install_hook(comm: MPI.Comm) -> None:
 
 
 def hook(comm: MPI.Comm) -> None:
-    """Install the hooks of `install_hook` on this process, without collective calls.
+    """Do the work of `install_hook` on this process, without collective calls.
 
-    Only one thread at a time may call this function.
+    An uncaught exception of this process then ends the whole job. Only one thread at a time may
+    call this function.
     """
     global _installed, _hook_before, _thread_hook_before
     check_comm(comm)
@@ -111,7 +112,7 @@ def hook(comm: MPI.Comm) -> None:
 
 
 def claim_exit_barrier(comm: MPI.Comm) -> bool:
-    """Return whether the caller must use `comm` for the barrier at which all ranks leave the job.
+    """Return whether the caller must pass a duplicate of `comm` to `set_exit_barrier`.
 
     The result is true only once in a process, for the first communicator that has all ranks.
     """
@@ -420,8 +421,8 @@ def let_first_leave() -> None:
     """Delay this rank's exit with a nonzero code, so that one other rank exits first.
 
     mpirun of Open MPI 5.0.11 may hang or crash when processes of several hosts exit with nonzero
-    codes at the same moment. This function does nothing on one host, with other launchers, and
-    before the ranks have left the exit barrier.
+    codes at the same moment. This function does nothing if all ranks are on one host, if the ranks
+    were not started by mpirun of Open MPI, or if the barrier at exit is not yet over.
     """
     here = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 0))
     if _exit_barrier == MPI.COMM_NULL and 0 < here < MPI.COMM_WORLD.size:

@@ -100,10 +100,10 @@ def wait_until(
 
 
 class ElasticWait:
-    """Helps a wait in an elastic program that has a loop of its own instead of `wait_until`.
+    """Notices deaths of ranks in a wait that has a loop of its own instead of `wait_until`.
 
-    An elastic program goes on after a rank has died. The loop must call `look` again and again, and
-    `end` after the wait.
+    It is used in elastic programs, which go on after a rank has died. The loop must call `look`
+    again and again, and `end` after the wait.
     """
 
     _EVERY = 0.001  # seconds between two calls of `look`
@@ -114,7 +114,7 @@ class ElasticWait:
         self._before: int | None = None  # the phase that the board showed before the wait
 
     def look(self, now: float) -> None:
-        """Raise RankFailure if a rank has died; show the other ranks that this rank waits."""
+        """Raise RankFailure if a rank has died; let the other ranks see that this rank waits."""
         self.next = now + self._EVERY
         if look is not None:
             look()
@@ -125,13 +125,13 @@ class ElasticWait:
                 self._board.look(now)
 
     def end(self) -> None:
-        """Show the other ranks of the node that this rank no longer waits."""
+        """Let the other ranks of the node see that the wait of this rank is over."""
         if self._before is not None:
             self._board.show(self._before, time.monotonic())
 
 
 def elastic_wait(start: float) -> ElasticWait | None:
-    """Return the `ElasticWait` of a wait that begins at time `start`, or None.
+    """Return an `ElasticWait`, which notices deaths in a wait that begins at time `start`, or None.
 
     The result is None unless the program is elastic (it goes on after the death of a rank).
     """

@@ -23,7 +23,7 @@ _MEMORY = Path("/dev/shm")
 
 
 class Board:
-    """The status records of all ranks. Collective over `comm`, which only the constructor uses.
+    """The status records of all ranks, in a file. Collective over `comm`.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class Board:
     Raises
     ------
     ConfigError
-        On all ranks, if some rank cannot find the file.
+        On all ranks, if some rank cannot find the file of the records, which rank 0 makes.
     """
 
     def __init__(self, comm, directory: str | os.PathLike | None = None):
@@ -128,7 +128,10 @@ class Board:
             os.close(fd)
 
     def close(self, *, last: bool = False) -> None:
-        """Close the file; if `last` is true, also remove its name if it has one."""
+        """Close the file; if `last` is true, also delete it.
+
+        A file in /dev/shm has no name. It is deleted when all ranks have closed it.
+        """
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None

@@ -217,8 +217,9 @@ def node_once(comm: MPI.Intracomm, *, ranks_per_node: int | None = None):
     Collective over `comm`. On the leader of each node, the ``with`` statement gives True, and the
     body runs at once. On the other ranks, the ``with`` statement gives False, and the body runs
     after all leaders have finished it. If a leader's body raises an exception, all other ranks
-    raise an error that names the leader, its host and the cause: of the same class if the leader's
-    exception is an error of mpidist, and otherwise an MpidistError.
+    raise an error that names the leader, its host and the cause. If the leader's exception is an
+    error of mpidist, the others raise an error of the same class. Otherwise they raise an
+    MpidistError.
 
     >>> with md.node_once(comm) as first:
     ...     if first:

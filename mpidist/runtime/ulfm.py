@@ -118,7 +118,8 @@ class Membership:
     comm : ElasticComm
         The communicator of the active ranks, which is made by `open`; ``MPI.COMM_NULL`` on a spare.
     children : list of MPI.Comm
-        `comm` and all communicators that were made from it, which are revoked together.
+        `comm` and all communicators that were made from it. After a death, none of them can be used
+        any more.
     """
 
     def __init__(
@@ -162,16 +163,19 @@ class Membership:
         (survive if has_ulfm() else failure.set_exit_barrier)(self.base)
 
     def register(self, comm):
-        """Return `comm` as an `ElasticComm`, added to `children`, the communicators to revoke."""
+        """Add `comm` to `children`, and return it as an `ElasticComm`.
+
+        After a death, the communicators in `children` cannot be used any more.
+        """
         self.children = [child for child in self.children if child != MPI.COMM_NULL]
         self._settled = [comm for comm in self._settled if comm != MPI.COMM_NULL]
         self.children.append(elastic_comm(comm, self))
         return self.children[-1]
 
     def settle(self, around: MPI.Comm, *made):
-        """Wait until all ranks of `around` have made the communicators `made`; return ``made[0]``.
+        """Wait until all ranks have made the communicators `made`; return ``made[0]``.
 
-        Collective over `around`.
+        `around` is a communicator of all ranks that make them. Collective over `around`.
         """
         if around != MPI.COMM_NULL:  # COMM_NULL: this rank is not in the new communicator
             request = around.Ibarrier()
@@ -233,11 +237,11 @@ class Membership:
     def shrink(
         self, agreed: bool = False, begin: Callable[[str], object] = lambda phase: None
     ) -> Membership:
-        """Return a new membership of the living ranks, not open yet. Collective over living ranks.
+        """Return a new `Membership` of the living ranks. Collective over the living ranks.
 
-        This rank must have called the method `end` of this membership. `agreed` says that this rank
-        has just called `all_here`. Before each phase of the work, `begin` is called with the name
-        of the phase.
+        This rank must have called the method `end` of this membership, and must call `open` of the
+        new one later. `agreed` says that this rank has just called `all_here`. Before each phase of
+        the work, `begin` is called with the name of the phase.
         """
         if not agreed:
             begin("MEET")
@@ -278,10 +282,10 @@ class Membership:
     def all_here(self, meet: Callable[[], object], done: bool = False) -> bool:
         """Wait for all ranks; return whether all of them are here and alive. Collective.
 
-        `meet` is a collective function over `comm`, in which a rank notices if other ranks make
-        another call. All living ranks get the same answer. If the answer is false, all ranks must
-        call `end` and ``shrink(agreed=True)``. If `done` is true, the spares (ranks that wait to
-        replace a dead one) leave the job.
+        The method first calls `meet`. This must be a collective function over `comm` that raises an
+        error if ranks make different calls. All living ranks get the same answer. If the answer is
+        false, all ranks must call `end` and ``shrink(agreed=True)``. If `done` is true, the spares
+        (ranks that wait to replace a dead one) leave the job.
         """
         try:
             meet()
@@ -345,7 +349,7 @@ class Membership:
         return self._last_meeting(2 if hearsay else int(unnamed))
 
     def agree_at_exit(self) -> str:
-        """Agree with the other ranks when the exit barrier of the job has failed. Collective.
+        """Find out with the other ranks why the barrier at exit has failed. Collective.
 
         If a rank ends the job, this method does not return. If a rank has died, the lowest living
         rank gets the text that it must print, and the other ranks get "".
@@ -379,7 +383,7 @@ class Membership:
         return alive and bool(value & WELL)
 
     def _obey(self, value: int) -> None:
-        """Leave the job if `value`, the "and" of all ranks' bits, says that a rank ends the job."""
+        """Leave the job if `value`, the "and" of all ranks' ints, says that a rank ends the job."""
         if (code := agreed_bits.end_code(value)) is not None:
             self.end("the job ends")
             self._last_meeting(3)
@@ -388,7 +392,7 @@ class Membership:
     def _meet(
         self, mine: int, patience: float | None = None, pause: float = 0.0
     ) -> tuple[int, bool]:
-        """Combine the bits `mine` of all ranks by "and"; return the result, and if all are alive.
+        """Combine the ints `mine` of all ranks by "and"; return the result, and if all are alive.
 
         All living ranks get the same result. After `patience` seconds, if given, ranks that wait
         for another rank raise TimeoutError.

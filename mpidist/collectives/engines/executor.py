@@ -214,9 +214,11 @@ class Run:
             self._testing.release()
 
     def progress(self, ready: list[int] | None = None) -> bool:
-        """Continue with the steps, without a lock; return whether this rank has done all steps.
+        """Continue with the steps; return whether this rank has done all steps.
 
-        `ready` lists the steps to begin; None means the steps whose messages are complete by now.
+        `ready` has the numbers of the steps to begin; None means all steps that can begin by now,
+        because the messages for which they waited have ended. Only one thread at a time may call
+        this method.
         """
         if not self.left:
             return True

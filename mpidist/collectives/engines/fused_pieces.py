@@ -64,7 +64,10 @@ def bucket(arena: Arena, k: int, start: int, stop: int, algorithm: str = MEASURE
 
 
 class LaneBucket:
-    """A prepared sum of one bucket (part of tensors in shared memory) on nodes of several ranks."""
+    """A prepared allreduce of one bucket, for jobs whose nodes have several ranks.
+
+    A bucket is a contiguous part of an arena's tensors, which are in shared memory.
+    """
 
     def __init__(self, context: Context, arena: Arena, k: int, start: int, stop: int, lines: int):
         topology = arena.topology
@@ -108,7 +111,10 @@ class LaneBucket:
         mine[line] = self.count
 
     def everyone_at(self, line: int) -> bool:
-        """Whether all ranks of the node have reached barrier `line`; raises if a rank failed."""
+        """Whether all ranks of the node have reached the barrier with its counters at index `line`.
+
+        Raises an error if a rank of the node has failed.
+        """
         count, lines = self.count, self.lines
         for other in self.others:
             there = lines[other][line]
@@ -123,7 +129,10 @@ class LaneBucket:
 
 
 class LaneRun:
-    """One running sum of a bucket (a part of tensors in shared memory); `test` continues it."""
+    """An allreduce of one bucket that is in progress; `test` continues it.
+
+    A bucket is a contiguous part of an arena's tensors, which are in shared memory.
+    """
 
     def __init__(self, bucket: LaneBucket):
         self.bucket, self.context = bucket, bucket.context
@@ -139,7 +148,7 @@ class LaneRun:
         running.append(self)
 
     def test(self) -> bool:
-        """Continue the sum; return whether the bucket contains it on all ranks of this node.
+        """Continue the allreduce; return whether the buckets of all ranks of the node have its sum.
 
         Returns False while another thread is in this method, unless the sum is complete.
         """

@@ -1,13 +1,15 @@
 """Allreduce over nodes of several ranks: a node adds its ranks' vectors and sends only the sum.
 
+A lane is a group with one rank of each node. The ranks of a lane sum one part of the vector over
+the nodes. The number of lanes is the number of ranks of the smallest node.
+
     2 nodes with the ranks 0 1 | 2 3; a0 and a1 are the vectors of ranks 0 and 1:
       node reduce-scatter    rank 0: a0+a1 of part 0    rank 1: a0+a1 of part 1      (memory)
       lane exchange          0 <-> 2 with part 0        1 <-> 3 with part 1          (wire, at once)
       node allgather         all ranks of a node copy the finished parts             (memory)
 
-A lane is a group with one rank of each node, which exchanges one part of the vector. The number of
-lanes is the number of ranks of the smallest node, and all lanes use the network at the same time.
-With P nodes and vectors of N bytes, each node sends 2(P-1)/P N bytes over the network.
+All lanes use the network at the same time. With P nodes and vectors of N bytes, each node sends
+2(P-1)/P N bytes over the network.
 
 Traeff, Hunold, "Decomposing Collectives for Exploiting Multi-lane Communication", CLUSTER 2020.
 """
@@ -55,7 +57,10 @@ def lane_steps(
 
 
 def total_of(*programs) -> Counters:
-    """Return the sum of the message and byte counts of all `programs` that are not None."""
+    """Return the message and byte counts of all `programs`, added up.
+
+    A program is an object that reduces vectors. A program that is None counts as nothing.
+    """
     total = Counters()
     for program in filter(None, programs):
         total.add(program.counters)

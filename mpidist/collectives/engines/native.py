@@ -44,9 +44,9 @@ _MANTISSA = {"f4": 24, "f8": 53, "i4": 31, "i8": 62, "u4": 31, "u8": 62}
 
 
 def header_values(key: int, code: str, size: int) -> np.ndarray | None:
-    """Encode `key`, the number of an operation, as 8 bytes of array elements.
+    """Encode `key`, which identifies an operation, as an array of 8 bytes with dtype `code`.
 
-    Returns None if elements of type `code` are too small for an exact sum over `size` ranks.
+    MPI adds the arrays of `size` ranks. Returns None if this sum would not be exact.
     """
     bits = _MANTISSA[code] - size.bit_length()
     if bits < 8:

@@ -164,7 +164,7 @@ def least(column: np.ndarray) -> int:
 
 @lru_cache(maxsize=256)
 def same_keys(key: int, size: int) -> bytes:
-    """Return the bytes in memory of `size` keys (numbers of operations) that all equal `key`."""
+    """Return a bytes object with `size` copies of the int64 `key`, the number of an operation."""
     return np.full(size, key, np.int64).tobytes()
 
 
@@ -228,10 +228,11 @@ def faked_nodes(comm: MPI.Comm) -> int | None:
 
 
 class NodeProgram(Engine):
-    """An object that runs one rank's steps of an allreduce inside a node, or of half an allreduce.
+    """An object that runs one rank's steps of an allreduce inside a node, or of one half of it.
 
-    For the second half, the allgather, the argument `key` of `run` is None, because the ranks have
-    already checked that they run the same operation.
+    The first half is a reduce-scatter, and the second half an allgather. In the second half, the
+    argument `key` of `run` is None, because the ranks have already checked that they run the same
+    operation.
     """
 
     divides, tagged = True, False
@@ -268,8 +269,9 @@ class SharedProgram(NodeProgram):
     def run(self, work, key, number: int = 0, divisor=None) -> None:
         """Run all steps on the vectors in `memory`. Collective over the node.
 
-        `key` is a number that identifies the operation; in the second half of an allreduce it is
-        None. A mean is divided by `divisor`.
+        `key` is a number that identifies the operation, so that the ranks can check that they run
+        the same one. It is None in the second half of an allreduce (the allgather), because the
+        ranks have checked it in the first half. If `divisor` is given, the sums are divided by it.
         """
         gate = self.gate
         if key is not None:

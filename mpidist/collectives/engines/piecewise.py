@@ -130,9 +130,9 @@ class PieceSum:
     def add(self, vector, weight: float = 1.0, *, last: bool = False) -> None:
         """Add ``weight * vector`` as the next piece (summand) of this rank.
 
-        The caller may change `vector` after the call. If `vector` is None, zeros are added. With
-        `last`, the caller promises to pass `vector` as the argument `out` of `finish`, which saves
-        a copy if this rank has all pieces.
+        The caller may change `vector` after the call. If `vector` is None, zeros are added. If
+        `last` is true, the caller must later pass the same array as `out` of `finish`. If this rank
+        has all pieces, the sum can then be written into the array without a copy.
         """
         if vector is not None and isinstance(self.rows, np.ndarray):
             self.begin_piece(weight, out=vector if last else None)(0, vector)
@@ -150,8 +150,9 @@ class PieceSum:
         """Begin the next piece (summand) of this rank, which the caller adds in several parts.
 
         Returns the function ``add(start, part)``, which adds ``weight * part`` to the elements from
-        `start` on; `part` is in host memory. Each element must be added once, before anything else
-        is added. `out` is the array that the caller will pass to `finish`, or None.
+        `start` on; `part` is in host memory. The parts must together have each element of the piece
+        once, and all of them must be added before the next piece is begun. `out` is the array that
+        the caller will pass to `finish`, or None.
         """
         self._take(1)
         top, weight = len(self._stack), self.dtype.type(weight)
@@ -230,10 +231,11 @@ class PieceSum:
             self._join((start, stop))
 
     def add_node(self, node: tuple[int, int], vector) -> None:
-        """Add `vector`, which is already the sum of the pieces ``node[0]`` to ``node[1] - 1``.
+        """Add `vector`, which is already the sum of the next pieces (summands) of this rank.
 
-        A piece is one of the vectors to add. `node` must be a node of the tree, and its pieces must
-        be the next pieces of this rank. The caller may change `vector` after the call.
+        These pieces have the numbers ``node[0]`` to ``node[1] - 1``. They must be all pieces that
+        one node of the tree covers (see `fixed_tree`). The caller may change `vector` after the
+        call.
         """
         self._take(node[1] - node[0])
         self._weigh()
@@ -257,8 +259,8 @@ class PieceSum:
     def prepare(self) -> None:
         """Prepare the messages of the sum, so that `begin` waits for no other rank. Collective.
 
-        The method does nothing for device arrays, if the ranks of one node share memory for the
-        sum, or if `votes` is not 0.
+        The method does nothing if the vectors are on a device, if the ranks of one node share
+        memory for the sum, or if the `PieceSum` was made with `votes`.
         """
         sent = self.context.size > 1 and self._plan is None and isinstance(self.rows, np.ndarray)
         if sent and not self.votes and self.n:

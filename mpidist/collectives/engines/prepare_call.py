@@ -34,11 +34,12 @@ def prepared(
     agreed: bool = False,
     **root,
 ) -> CachedPlan:
-    """Return the cached prepared operation; the call is collective if it must be made.
+    """Return a prepared operation from the cache; if it is not there yet, make it.
 
-    The ranks compare `signature`, which describes the operation, unless `agreed` is true because
-    they have done so already. ``build(size, rank, problem[, itemsize], **root)`` returns the steps
-    of one rank; `problem` is the length of the vector, or a list of the lengths of its blocks.
+    Making an operation is collective. The ranks compare `signature`, which describes the operation,
+    unless `agreed` says that they have done so. ``build(size, rank, problem[, itemsize], **root)``
+    returns the steps of one rank; `problem` is the length of the vector, or a list of the lengths
+    of its blocks.
     """
     # Ranks compare the names of ufuncs, but two ufuncs may have the same name, so the key has the
     # ufunc itself.

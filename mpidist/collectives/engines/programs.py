@@ -130,7 +130,10 @@ def halves_on_slots(topology: Topology, slots: list, ufunc, gate: NodeBarrier | 
 
 
 class SlotSpace:
-    """The vectors of all local ranks, which can be sliced as if they were one long vector."""
+    """The vectors of a node's ranks, indexed as if they were one vector, in the order of the ranks.
+
+    A slice must lie inside the vector of one rank.
+    """
 
     def __init__(self, slots: list):
         self.slots, self.stride, self.dtype = slots, max(slots[0].size, 1), slots[0].dtype

@@ -60,7 +60,9 @@ class Reduction(NamedTuple):
 
 
 def known(op):
-    """Return `op` as a ufunc or a name such as "sum"; convert "average" and MPI operations.
+    """Return `op` as a ufunc or as a name such as "sum".
+
+    "average" becomes "mean", and MPI.SUM, PROD, MIN and MAX become the names of these operations.
 
     Raises
     ------
@@ -220,7 +222,9 @@ def weight_sums(weight, rank: int) -> np.ndarray:
 
 
 def total_weight(sums: np.ndarray) -> float:
-    """Return the total weight of all ranks from the sum of their `weight_sums`.
+    """Return the sum of the weights of all ranks.
+
+    `sums` is the sum over the ranks of the arrays that `weight_sums` has returned.
 
     Raises
     ------

@@ -51,7 +51,7 @@ class _Round(NamedTuple):
 
 
 class StagedProgram(NodeProgram):
-    """An object that runs one rank's steps of an allreduce in a node, or of half an allreduce.
+    """An object that runs one rank's steps of an allreduce in a node, or of one half of it.
 
     `memory` is the shared buffer of the node, as bytes. `form` is "staged" for the whole allreduce,
     and "reduce_scatter" or "allgather" for one half of it.
@@ -126,8 +126,9 @@ class StagedProgram(NodeProgram):
     def run(self, work, key, number: int = 0, divisor=None) -> None:
         """Run all steps on the 1-D vector `work`. Collective over the node.
 
-        `key` is a number that identifies the operation; in the second half of an allreduce it is
-        None. A mean is divided by `divisor`.
+        `key` is a number that identifies the operation, so that the ranks can check that they run
+        the same one. It is None in the second half of an allreduce (the allgather), because the
+        ranks have checked it in the first half. If `divisor` is given, the sums are divided by it.
         """
         if key is not None:
             self.gate.announce(key)
@@ -167,7 +168,7 @@ class StagedProgram(NodeProgram):
             self.gate.check(key)
 
     def stage(self, t: int, x: Matrices) -> None:
-        """Copy this rank's values of piece `t` of all other ranks' parts to shared memory."""
+        """Copy to shared memory this rank's piece `t` of each part that another rank sums."""
         start = t * self.piece
         for matrix, owners, length, inbox, _ in self._round(t).others:
             inbox[...] = x[matrix][owners, start : start + length]

@@ -1,7 +1,8 @@
 """Tables that map the name of an algorithm to its builder, which returns the steps of a rank.
 
-A builder is called as ``build(size, rank, n or counts, itemsize)``, or with ``root=`` in place of
-`itemsize` if the operation has a root.
+A builder is called as ``build(size, rank, n, itemsize)``, where `n` is the length of the vector.
+For a reduce-scatter, allgather, gather or scatter, the list of the lengths of all ranks' blocks
+takes the place of `n`. For an operation with a root, ``root=`` takes the place of `itemsize`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def recursive_doubling(size: int, rank: int, n: int) -> list[Step]:
 
 
 def halving_doubling(size: int, rank: int, n: int, *, itemsize: int = 4) -> list[Step]:
-    """Return the steps of a reduce-scatter of halves, quarters and so on, and of an allgather."""
+    """Return steps that exchange and add halves, quarters and so on, and then gather the sums."""
     return _folded(size, rank, n, partial(halving, itemsize=itemsize))
 
 
@@ -72,9 +72,9 @@ def _folded(size: int, rank: int, n: int, inner: Callable) -> list[Step]:
 def doubling(size: int, me: int, n: int, members: list[int], scratch: int, first: int):
     """Return the steps of `recursive_doubling` for `size` ranks; `size` must be a power of two.
 
-    The ranks are numbered from 0 to size - 1, and `me` is the number of this rank; ``members[k]``
-    is the rank of the communicator that has number k. Scratch memory begins at position `scratch`,
-    and `first` is the number of the first round.
+    The ranks that take part are numbered from 0 to size - 1, and `me` is the number of this rank.
+    ``members[k]`` is the rank that participant k has in the communicator. Scratch memory begins at
+    position `scratch`, and `first` is the number of the first round.
     """
     steps: list[Step] = []
     whole: Range = (0, n)
@@ -103,10 +103,11 @@ def halving(
 ):
     """Return the steps of `halving_doubling` for `size` ranks; `size` must be a power of two.
 
-    The ranks are numbered from 0 to size - 1, and `me` is the number of this rank; ``members[k]``
-    is the rank of the communicator that has number k. Scratch memory begins at position `scratch`,
-    `first` is the number of the first round, and `itemsize` the number of bytes of an element. With
-    `neighbours_first`, the order of the additions is that of `recursive_doubling`.
+    The ranks that take part are numbered from 0 to size - 1, and `me` is the number of this rank.
+    ``members[k]`` is the rank that participant k has in the communicator. Scratch memory begins at
+    position `scratch`, `first` is the number of the first round, and `itemsize` the number of bytes
+    of an element. With `neighbours_first`, the order of the additions is that of
+    `recursive_doubling`.
     """
     blocks = BlockPartition(n, size)
     levels = size.bit_length() - 1

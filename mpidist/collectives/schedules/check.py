@@ -2,8 +2,8 @@
 
 For each element, the checker keeps the list of ranks whose values were added to the element, in
 order. It therefore finds values that are added twice or never, and values that two ranks add in
-different orders. One process checks the schedules of any number of ranks, without MPI. Functions of
-this module take as argument `build` the function that returns the steps of one rank.
+different orders. One process checks the schedules of any number of ranks, without MPI. The argument
+`build` of the functions here is the function that returns the steps of one rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ Value = int | None
 
 
 class Sums:
-    """A table that numbers each sum of two values; sums with the same number have equal bits."""
+    """A table of all sums that were computed, each with a number that identifies it.
+
+    Two sums have the same number if their left operands are the same and their right operands are
+    the same. Such sums have equal bits.
+    """
 
     _FIRST = 1 << 20
 
@@ -42,7 +46,11 @@ class Sums:
         self._ranks: dict[int, list[int]] = {}
 
     def add(self, left: int, right: int) -> int:
-        """Return the number of the sum ``left op right``; equal operands give the same number."""
+        """Return the number that identifies the sum ``left op right``.
+
+        `left` and `right` are ranks or the numbers of other sums. Equal operands give the same
+        number.
+        """
         return self._numbers.setdefault((left, right), self._FIRST + len(self._numbers))
 
     def ranks(self, value: Value) -> list[int]:
@@ -66,10 +74,11 @@ class ScheduleError(AssertionError):
 def run(
     programs: Sequence[list[Step]], vectors: Sequence[Sequence[Value]]
 ) -> tuple[list[list], Sums]:
-    """Run all ranks' steps on symbolic vectors; return the memory of all ranks, and the sums.
+    """Run all ranks' steps on symbolic vectors; return the memory of each rank, and the `Sums`.
 
-    `programs` has the steps of each rank, and `vectors` the vector with which each rank begins. If
-    this function returns, a real run of these steps cannot deadlock.
+    `programs` has the steps of each rank, and `vectors` the vector with which each rank begins.
+    `Sums` is the table of all sums that the steps have computed. If this function returns, a real
+    run of these steps cannot deadlock.
     """
     n = max((len(v) for v in vectors), default=0)
     memory = [
@@ -270,7 +279,10 @@ def _check_interval(k: int, touched: list[tuple[int, int, int, bool, Step]]) -> 
 def run_node(
     programs: Sequence[list[Step]], vectors: Sequence[Sequence[Value]], shared: Sequence[Value]
 ) -> tuple[list[list], list, Sums]:
-    """Run the steps of one node's ranks; return their vectors, shared memory and sums.
+    """Run the steps of one node's ranks on symbolic vectors.
+
+    Returns the vectors of the ranks, the memory that they share, and the `Sums`, the table of all
+    sums that the steps have computed.
 
     `vectors` has the symbolic values with which each rank's vector begins, and `shared` those of
     the memory that the ranks share.

@@ -108,7 +108,11 @@ def gather(size: int, rank: int, counts: Sequence[int], *, root: int = 0) -> lis
 
 
 def scatter(size: int, rank: int, counts: Sequence[int], *, root: int = 0) -> list[Step]:
-    """Return steps that send block r of the root's vector to each rank r, at the same positions."""
+    """Return steps that send each rank its block of the root's vector.
+
+    The block has the same positions in the receiver's vector as in the root's vector. `counts` are
+    the lengths of all blocks.
+    """
     bounds = bounds_of(counts)
     if rank == root:
         return [send(0, q, (bounds[q], bounds[q + 1])) for q in range(size) if q != root]

@@ -27,7 +27,8 @@ these ways, all of which give the same bits:
               vectors up the tree, in log2 p rounds.
 
 Demmel and Nguyen ("Parallel Reproducible Summation", IEEE Transactions on Computers 64(7), 2015)
-make sums independent of the tree as well, with several times as many additions.
+describe sums that have the same bits for every order of the additions, but need several times as
+many additions.
 """
 
 from __future__ import annotations
@@ -73,7 +74,11 @@ def push(stack: list[Range], node: Range, pieces: int) -> int:
 
 
 def partials(start: int, stop: int, pieces: int) -> list[Range]:
-    """Return the tree nodes whose sums a rank has after it has added the vectors [start, stop)."""
+    """Return the partial sums that a rank has after it has added its pieces (vectors).
+
+    The pieces have the numbers `start` to ``stop - 1``. Each partial sum is given by its tree node:
+    the range of the pieces that it contains.
+    """
     stack: list[Range] = []
     for piece in range(start, stop):
         push(stack, (piece, piece + 1), pieces)
@@ -81,7 +86,10 @@ def partials(start: int, stop: int, pieces: int) -> list[Range]:
 
 
 def vectors_held(start: int, stop: int, pieces: int) -> int:
-    """Return the largest number of vectors that a rank keeps while adding vectors [start, stop)."""
+    """Return the largest number of vectors that a rank keeps while it adds its pieces (vectors).
+
+    The pieces have the numbers `start` to ``stop - 1``.
+    """
     stack: list[Range] = []
     most = 1
     for piece in range(start, stop):
@@ -91,9 +99,10 @@ def vectors_held(start: int, stop: int, pieces: int) -> int:
 
 
 def reduce(size: int, rank: int, n: int, *, root: int = 0) -> list[Step]:
-    """Return steps that give the root the sum, in the order of a tree with one vector per rank.
+    """Return steps that give the root the sum of all ranks' vectors, added in a fixed order.
 
-    The order of additions does not depend on the root.
+    The order is that of the tree in which each rank's vector is one piece. It does not depend on
+    the root.
     """
     steps: list[Step] = []
     scratch = n
@@ -116,7 +125,10 @@ def reduce(size: int, rank: int, n: int, *, root: int = 0) -> list[Step]:
 
 
 def allreduce(size: int, rank: int, n: int, *, segments: int = 1, itemsize: int = 4) -> list[Step]:
-    """Return steps that give every rank the sum, in the order of a tree with a vector per rank."""
+    """Return steps that give every rank the sum of all ranks' vectors, added in a fixed order.
+
+    The order is that of the tree in which each rank's vector is one piece.
+    """
     return piecewise(size, rank, n, size, segments=segments, itemsize=itemsize)
 
 
@@ -133,8 +145,8 @@ def piecewise(
     """Return steps that give every rank the sum over all pieces (vectors), at positions ``[0, n)``.
 
     A rank with k partial sums holds them one after the other at the positions ``[0, k n)``. The
-    last `votes` elements of the total are sums over all ranks. A rank without pieces adds only its
-    numbers at the positions ``[n - votes, n)``.
+    last `votes` of the n elements belong to no piece: they are numbers of each rank, which are
+    added over all ranks. A rank without pieces has only these numbers.
     """
     if size == 1:
         return []
@@ -227,7 +239,7 @@ def _add_up(pieces, nodes, slots, home, counted) -> tuple[list[Step], Range]:
     """Return steps that add the partial sums of the elements `home`, and the place of the total.
 
     `nodes` are the tree nodes whose sums each rank has, and `slots` the positions of these sums.
-    The elements `counted` are sums over all ranks, even over ranks without partial sums.
+    The elements `counted` are numbers of every rank, even of a rank without partial sums.
     """
     steps: list[Step] = []
     stack: list[Range] = []

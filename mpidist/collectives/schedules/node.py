@@ -44,13 +44,19 @@ FLAT_BYTES = 128 << 10
 
 
 def piece_bytes(size: int) -> int:
-    """Return the distance in bytes between pieces in shared buffers, the same for all dtypes."""
+    """Return the number of bytes from the start of one piece in a shared buffer to the next piece.
+
+    The number is the same for all dtypes. `size` is the number of ranks of the node.
+    """
     most = max(STAGING_BYTES, size * STAGING_BYTES_PER_RANK) // (2 * size * size)
     return max(LINE_BYTES, min(ROUND_BYTES // size, most) // LINE_BYTES * LINE_BYTES)
 
 
 def staging_bytes(size: int) -> int:
-    """Return the bytes of the shared buffers through which private vectors are copied."""
+    """Return the number of bytes of all shared buffers on a node with `size` ranks.
+
+    Vectors that the ranks do not share are copied through these buffers.
+    """
     return staging_length(size, size, piece_bytes(size))
 
 
@@ -60,7 +66,11 @@ def in_place_length(itemsize: int) -> int:
 
 
 def staging_length(size: int, lanes: int, piece: int) -> int:
-    """Return how many elements the shared buffers have: two pieces for each rank and owner."""
+    """Return the number of elements of all shared buffers together.
+
+    An owner is one of the `lanes` ranks that sum a part of the vector. The buffers have room for
+    two pieces, of `piece` elements each, for each pair of a rank and an owner.
+    """
     return 2 * piece * lanes * size
 
 
@@ -69,7 +79,10 @@ def _reduce(round: int, source: Range, target: Range) -> Step:
 
 
 def inbox_row(size: int, rank: int, owner: int) -> int:
-    """Return which row of the shared buffers `rank` fills with pieces of its vector for `owner`."""
+    """Return the number of the row of the shared buffers that `rank` fills for `owner`.
+
+    `rank` copies pieces of its vector into this row, and `owner` adds them to its own values.
+    """
     return owner * (size - 1) + rank - (rank > owner)
 
 
@@ -144,7 +157,7 @@ class _Staging:
 def staged(size: int, rank: int, n: int, piece: int, base: int) -> list[Step]:
     """Return the steps of an allreduce of private vectors, copied through shared buffers.
 
-    The shared buffers begin at position `base`, behind the vector.
+    In the steps, the vector begins at position 0, and the shared buffers at position `base`.
     """
     staging = _Staging(size, rank, n, piece, size, base)
     steps: list[Step] = []
@@ -164,7 +177,7 @@ def staged(size: int, rank: int, n: int, piece: int, base: int) -> list[Step]:
 def reduce_scatter(size: int, rank: int, n: int, piece: int, lanes: int, base: int) -> list[Step]:
     """Return the steps of a reduce-scatter through shared buffers: owner r gets part r of the sum.
 
-    Only the first `lanes` ranks own a part.
+    The vector is cut into `lanes` parts, and each of the first `lanes` ranks owns one part.
     """
     staging = _Staging(size, rank, n, piece, lanes, base)
     steps: list[Step] = []
@@ -174,9 +187,9 @@ def reduce_scatter(size: int, rank: int, n: int, piece: int, lanes: int, base: i
 
 
 def allgather(size: int, rank: int, n: int, piece: int, lanes: int, base: int) -> list[Step]:
-    """Return the steps of an allgather through shared buffers: all ranks copy all owners' sums.
+    """Return the steps of an allgather through shared buffers: each rank gets all parts of the sum.
 
-    Only the first `lanes` ranks own a part.
+    The vector is cut into `lanes` parts, and each of the first `lanes` ranks owns one part.
     """
     staging = _Staging(size, rank, n, piece, lanes, base)
     steps: list[Step] = []
@@ -188,7 +201,7 @@ def allgather(size: int, rank: int, n: int, piece: int, lanes: int, base: int) -
 def flat(size: int, rank: int, n: int, base: int) -> list[Step]:
     """Return the steps of an allreduce of short vectors; all are first copied to shared memory.
 
-    The shared memory begins at position `base`, behind the vector.
+    In the steps, the vector begins at position 0, and the shared memory at position `base`.
     """
     slots = [(base + r * n, base + (r + 1) * n) for r in range(size)]
     return [
@@ -211,7 +224,7 @@ def in_place_reduce_scatter(
 ) -> list[Step]:
     """Return the steps of the first half of `in_place_allreduce`: each owner sums its part.
 
-    Only the first `lanes` ranks own a part.
+    The vector is cut into `lanes` parts, and each of the first `lanes` ranks owns one part.
     """
     return [node_sync(0), *_in_place(size, rank, n, piece, lanes, stride, _add_slots)]
 
@@ -221,7 +234,7 @@ def in_place_allgather(
 ) -> list[Step]:
     """Return the steps of the second half of `in_place_allreduce`: copy all sums to all ranks.
 
-    Only the first `lanes` ranks own a part.
+    The vector is cut into `lanes` parts, and each of the first `lanes` ranks owns one part.
     """
     return [*_in_place(size, rank, n, piece, lanes, stride, _show), node_sync(0)]
 

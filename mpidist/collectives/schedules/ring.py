@@ -1,4 +1,4 @@
-"""Ring: each rank sends only to its right neighbour, in all less than twice the vector's bytes.
+"""Ring: each rank sends only to its right neighbour.
 
 The vector is cut into p chunks, one for each of the p ranks. In the first p-1 rounds, each rank
 sends a partial sum of one chunk to its right neighbour, and adds its own values to the partial sum

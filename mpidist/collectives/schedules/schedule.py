@@ -106,7 +106,7 @@ def split_messages(steps: list[Step], limit: int) -> list[Step]:
 
 
 def extent(steps: list[Step], n: int) -> int:
-    """Return how many elements of memory `steps` use, for the vector and in scratch memory."""
+    """Return the length `n` of the vector plus that of the scratch memory that `steps` use."""
     return max(n, max((max(step.source[1], step.target[1]) for step in steps), default=0))
 
 

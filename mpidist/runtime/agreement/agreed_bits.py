@@ -1,6 +1,8 @@
-"""The bits on which the living ranks of an elastic group agree, see `ulfm.Membership`.
+"""The bits with which the ranks of an elastic group tell each other how they go on.
 
-An elastic group is a group of ranks that goes on after a rank has died.
+An elastic group is a group of ranks that goes on after a rank has died. Each rank passes an int,
+and `ulfm.Membership` combines the ints of all living ranks by a bitwise "and". The low bits say,
+for example, that the rank is well or that it exits. The bits from 8 on are an exit code.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ NO_CODE = 0xFF << _CODE
 
 
 def ending(code: int) -> int:
-    """Return the bits of a rank that ends the job with exit code `code` because of an error."""
+    """Return the int with which a rank ends the job with exit code `code` because of an error."""
     return code << _CODE
 
 
 def exiting(code: int) -> int:
-    """Return the bits of a rank that exits with `code`."""
+    """Return the int with which a rank tells the other ranks that it exits with `code`."""
     # The bits of the code are inverted, because the spares must get code 0 only if all ranks exit
     # with code 0.
     return GO_ON | LEAVE | (NO_CODE ^ code << _CODE)
@@ -28,15 +30,16 @@ def exiting(code: int) -> int:
 def end_code(value: int) -> int | None:
     """Return the exit code with which the job ends, or None if the job continues.
 
-    `value` is the bitwise "and" of all ranks' bits.
+    `value` is the bitwise "and" of the ints that all ranks have passed.
     """
     return None if value & GO_ON else value >> _CODE or 1
 
 
 def leave_code(value: int) -> int | None:
-    """Return the code with which ranks that wait to replace a dead one exit, or None.
+    """Return the code with which the spares must exit, or None if they go on waiting.
 
-    `value` is the bitwise "and" of all ranks' bits. None means that they go on waiting.
+    A spare is a rank that waits to replace a dead one. `value` is the bitwise "and" of the ints
+    that all ranks have passed.
     """
     leave = value & LEAVE and not value & SPARE
     return (NO_CODE & ~value) >> _CODE if leave else None

@@ -96,7 +96,10 @@ def wrong_thread(kind: str, context) -> ProtocolError:
 
 
 class Running(threading.local):
-    """The nonblocking operations of this thread, which have the attributes `context` and `test`."""
+    """The handles of the nonblocking operations that this thread has begun and that still run.
+
+    A handle has an attribute `context` and a method `test`.
+    """
 
     def __init__(self):
         self.handles: list = []
@@ -113,7 +116,7 @@ class Running(threading.local):
                 kept.remove(handle)
 
     def progress(self, test: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a function that makes progress for this thread's operations and calls `test`."""
+        """Return a function that first continues this thread's operations, then calls `test`."""
 
         def look() -> bool:
             for handle in tuple(self.handles):

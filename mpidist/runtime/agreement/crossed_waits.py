@@ -3,8 +3,9 @@
     rank 0   allreduce(a) ...... waits for rank 1
     rank 1   allreduce(b) ...... waits for rank 0       or in the first call on a new communicator
 
-The status messages of a single communicator show no error here, because the other rank seems only
-late. So a waiting rank tells the ranks that wait for it on other communicators where it waits.
+On each of the two communicators, the other rank seems to be only late. So a waiting rank sends a
+message to all ranks that wait for it on other communicators. The message says in which operation of
+which communicator it waits.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ open_contexts: list = []
 
 
 def look(comm: MPI.Comm, context=None, number: int = 0) -> None:
-    """Tell ranks that wait for this rank on other communicators that this rank waits on `comm`.
+    """Tell the ranks that wait for this rank elsewhere that this rank waits on `comm`.
 
-    `context` is mpidist's state for `comm`, or None while it is being made. `number` is the number
-    of the operation in which this rank waits. Raises MismatchError if another rank has reported
-    that the two ranks wait for each other.
+    Elsewhere means in operations of other communicators. `context` is mpidist's state for `comm`,
+    or None while it is being made. `number` is the number of the operation in which this rank
+    waits. Raises MismatchError if another rank has reported that the two ranks wait for each other.
     """
     place, here = None, (comm, number)
     for other in tuple(open_contexts):
@@ -67,8 +68,9 @@ def _place(comm, context, number: int) -> str:
 def crossing(context, number: int, status: Status) -> str | None:
     """Return the error text if this rank and the sender of `status` wait for each other, else None.
 
-    This rank waits in operation `number` of the communicator whose state `context` is. `status`
-    says in which operation of which communicator the sender waits.
+    `context` is mpidist's state for the communicator on which this rank waits, and `number` is the
+    number of the operation. `status` says in which operation of which communicator the sender
+    waits.
     """
     if status.state != ELSEWHERE or status.sequence != number:
         return None

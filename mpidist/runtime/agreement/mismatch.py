@@ -86,7 +86,7 @@ class Status(NamedTuple):
 
 
 def encode_signature(signature: Signature) -> str:
-    """Encode a signature (the description of an operation) as the text of a `Status`.
+    """Encode a signature (the description of an operation) as a text for a `Status` message.
 
     Different signatures have different texts. If a text is too long, it is cut, and a digest of the
     whole signature is appended.
@@ -120,9 +120,10 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 
 def conflict(statuses: Iterable[Status]) -> str | None:
-    """Return an error text if `statuses` show different operations with the same number.
+    """Return an error text if ranks are in different operations, otherwise None.
 
-    Otherwise return None.
+    The operations of `statuses` have the same number: each is the n-th operation of its rank on the
+    communicator. A rank that has left the communicator earlier also gives a conflict.
     """
     statuses = list(statuses)
     here = [s for s in statuses if s.state == WAITING]

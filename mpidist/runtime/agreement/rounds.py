@@ -54,8 +54,9 @@ class Polled:
         """Make sure that all ranks are in the same call of `run_on_all`.
 
         `doing` is the name of the work for error texts. `cause` is the exception with which this
-        rank has failed, or None. Returns whether a rank failed, whether `packed` (this rank's
-        pickled result) differs between ranks, and the largest `number` of all ranks.
+        rank has failed, or None. `number` is an integer >= 0. Returns three values: whether a rank
+        failed, whether `packed` (this rank's pickled result) differs between ranks, and the largest
+        of the integers `number` that the ranks have passed.
         """
         try:
             signature = self._begun(doing, cause)
@@ -155,7 +156,10 @@ class Polled:
 
 
 class Private:
-    """The communication steps of `run_on_all`, made by the caller's function `exchange`."""
+    """The communication steps of `run_on_all` for callers that pass a function `exchange`.
+
+    All data are sent by `exchange`.
+    """
 
     def __init__(self, comm, exchange: Callable[[Any], list]):
         self.rank, self.size, self.exchange = comm.rank, comm.size, exchange

@@ -80,8 +80,8 @@ def run_on_all(
         A function that rank 0 calls after `local`, and that returns an integer >= 0 for all ranks.
     agreed : int, optional
         A number of bytes, equal on all ranks, which may be given only if all ranks are known to
-        make this call. The ranks then leave out the agreement, and each rank sends its result in a
-        message of `agreed` bytes.
+        make this call. The allreduce that checks this is then left out, and each rank sends its
+        result to rank 0 in a message with room for `agreed` bytes.
     room : int
         The number of bytes in the first message of an answer, equal on all ranks.
 
@@ -162,9 +162,9 @@ def same_on_all(
     """Check that the arguments in the dict that `local` returns are equal on all ranks.
 
     Collective over `comm`. Returns the arguments of this rank. They are compared by their ``repr``,
-    so they should be numbers and texts, not arrays. Raises MismatchError on all ranks if an
-    argument differs, and the errors of `run_on_all`. If the function `number` is given, rank 0
-    calls it, and `same_on_all` returns a pair: the arguments, and the integer that `number`
+    so they should be numbers and texts, not arrays. If an argument differs, all ranks raise
+    MismatchError. The errors of `run_on_all` are raised, too. If the function `number` is given,
+    rank 0 calls it, and `same_on_all` returns a pair: the arguments, and the integer that `number`
     returned on rank 0.
     """
     mine: dict[str, Any] = {}

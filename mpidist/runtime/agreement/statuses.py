@@ -85,7 +85,10 @@ class Statuses:
         return self.context.sequence if self.awaited is None else self.awaited
 
     def look_around(self, waited: float) -> None:
-        """Exchange statuses with other ranks without blocking; MismatchError if they conflict."""
+        """Tell other ranks in which operation this rank waits, and receive what they tell.
+
+        Does not block. Raises MismatchError if ranks are in different operations.
+        """
         if self.context.failed:  # another thread or a nested wait has received the error text
             raise self.context.failed_as(self.context.failed)
         current = self.current
@@ -181,7 +184,10 @@ class Statuses:
         events.emit("mismatch", message=text)
 
     def tell_raised(self, number: int) -> None:
-        """Tell the neighbours that this rank raised an exception in place of operation `number`."""
+        """Tell the neighbours that this rank has raised an exception.
+
+        The exception took the place of operation `number`, which this rank does not begin.
+        """
         self._tell(self._status(WAITING, number), self.neighbours)
 
     def _hear_verdict(self, status: Status) -> None:
@@ -308,7 +314,7 @@ class Statuses:
     # -- leaving ---------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Tell the neighbours after how many operations this rank leaves the communicator."""
+        """Tell the neighbours that this rank leaves, and how many operations it has begun."""
         self._tell(self._left(), self.neighbours)
 
     def answer(self) -> None:
@@ -338,7 +344,10 @@ class Statuses:
         self._outbox = [pair for pair in self._outbox if not pair[0].Test()]
 
     def check_raised(self) -> None:
-        """Raise MismatchError if a rank raised an exception in place of this rank's operation."""
+        """Raise MismatchError if a rank raised an exception instead of beginning an operation.
+
+        Only operations that this rank itself has begun are meant.
+        """
         for other in self._raised.values():
             if (mine := self._signature(other.sequence)) and not raised(mine):
                 self._disagreeing(self._group(other.sequence), other.signature)

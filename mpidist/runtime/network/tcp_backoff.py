@@ -81,7 +81,10 @@ def is_other_host(mine: str, theirs: str) -> bool:
 
 
 def patience(retries: int, longest: int) -> int:
-    """Return after how many milliseconds and `retries` tries Linux gives up a connection."""
+    """Return the milliseconds after which Linux gives up a connection that gets no answer.
+
+    Linux sends again `retries` times, with pauses that grow to at most `longest` milliseconds.
+    """
     doublings = min(max(longest // _RTO_MIN, 1).bit_length() - 1, retries)
     return ((2 << doublings) - 1) * _RTO_MIN + (retries - doublings) * longest
 
@@ -93,10 +96,10 @@ class Connections:
         self._before: dict[int, tuple[int, Values]] = {}  # inode -> file, old settings
 
     def look(self, waits: bool) -> list[Stalled]:
-        """Return the connections that get no answer, and change settings so that TCP asks sooner.
+        """Return the connections that get no answer, and make TCP send on them again sooner.
 
-        While this rank waits (`waits`), TCP also sends questions on idle connections. A connection
-        that works again gets its old settings back.
+        If this rank waits (`waits`), TCP also asks the other side of idle connections for a sign of
+        life. A connection that works again gets its old settings back.
         """
         found, changed = [], set()
         for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - a path for each file costs more
@@ -110,7 +113,7 @@ class Connections:
         return found
 
     def answers(self, one: Stalled) -> bool:
-        """Return whether a connection that got no answer is open, and gets answers again."""
+        """Return whether the connection `one`, which got no answer, is open and works again."""
         with contextlib.suppress(OSError), _opened(one.fd, one.inode) as connection:
             return _state(connection)[:2] == (_ESTABLISHED, 0)
         return False
@@ -176,7 +179,7 @@ def _asking(probes: int) -> Values:
 
 
 def has_route(host: str) -> bool:
-    """Return whether this host knows a route to `host`; without a link it knows no route."""
+    """Return whether the kernel of this host knows a way (a route) to `host`."""
     if ipaddress.ip_address(host).is_link_local and ":" in host:
         return True  # the address does not say which network device of this host leads there
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

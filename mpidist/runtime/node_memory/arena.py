@@ -182,8 +182,8 @@ class Arena(Mapping):
     slots : list of list of numpy.ndarray
         ``slots[k][r]`` is the array ``vectors[k]`` of the rank with local rank r on this node.
     lines : list of memoryview
-        For each rank of this node, a page of memory with the int64 counters of nonblocking
-        collectives.
+        ``lines[r]`` are int64 numbers in the memory of local rank r, with which the ranks of a node
+        wait for each other in nonblocking collectives.
     label : str
         A name of the arena on the communicator. The ranks compare it in each operation on the
         arena.
@@ -280,9 +280,10 @@ class Arena(Mapping):
         return len(self._views)
 
     def take_lines(self, count: int) -> int | None:
-        """Reserve `count` cache lines for int64 counters in the page `lines` of each rank.
+        """Reserve `count` cache lines of int64 counters in ``lines[r]`` of each rank r of the node.
 
-        Returns the index, counted in int64, of the first of them, or None if too few are free.
+        Returns the index of the first reserved number in ``lines[r]``, or None if too few cache
+        lines are free.
         """
         first = self._free_line
         if (first + count) * 8 * _LINE > _HEAD:
@@ -315,7 +316,11 @@ class Arena(Mapping):
 
 
 class DtypeGroup(NamedTuple):
-    """The tensors of one dtype, each as (position in `spec`, name, shape, index of its start)."""
+    """The tensors of one dtype, each as a tuple (place, name, shape, first).
+
+    `place` is the position of the tensor in the `spec` of the arena. `first` is the index that its
+    first element has in the vector of all tensors of this dtype.
+    """
 
     dtype: np.dtype
     elements: int
