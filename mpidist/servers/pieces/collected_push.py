@@ -45,7 +45,7 @@ class CollectedPush:
 
     @property
     def arrives(self) -> bool:
-        """Whether the memory for the push is allocated, so that its pieces are received."""
+        """Whether the server has memory for the push, and has begun to receive its pieces."""
         return self._receives is not None
 
     def test(self) -> bool:

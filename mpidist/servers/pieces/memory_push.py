@@ -70,7 +70,7 @@ class MemoryPush(PushStream):
         return self._buffer[: piece.nbytes]
 
     def use(self) -> None:
-        """Record that one more piece is applied, so that workers may copy its new parameters."""
+        """Record that the parameters of one more piece are updated, and let workers copy them."""
         self._used += 1
         for line in self.readers:
             line[READY] += 1
@@ -98,7 +98,8 @@ def addresses_of(
 ) -> np.ndarray | None:
     """Return the addresses at which the gradients for one server begin in this rank's memory.
 
-    Returns None if the kernel cannot read the gradients, as in memory that is pinned for a GPU.
+    Returns None if another process cannot read the gradients, for example because their memory is
+    pinned for a GPU.
     """
     found = []
     for (tensor, start, stop), _ in shard.parts:

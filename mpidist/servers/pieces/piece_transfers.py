@@ -48,9 +48,9 @@ class PieceReceives:
         self._status, self._model = MPI.Status(), model
 
     def post(self, free: int) -> None:
-        """Begin to receive pieces, up to 4 (`WINDOW`) beyond the first `free` pieces.
+        """Begin to receive the next pieces, those with numbers below ``free + 4``; 4 is `WINDOW`.
 
-        The caller has used the data of these `free` pieces, so their memory may be overwritten.
+        The caller has used the data of the first `free` pieces, so their memory may be overwritten.
         """
         for number in allowed(len(self._pieces), self._begun, free):
             self._link.receiving.add(self)
@@ -87,7 +87,7 @@ class PieceReceives:
 
     @property
     def done(self) -> bool:
-        """Whether all pieces of the gradients, or of the answer, have arrived."""
+        """Whether all pieces have arrived."""
         return self.here == len(self._pieces)
 
 
@@ -103,7 +103,7 @@ class PieceSends:
         return len(self._sends)
 
     def send(self, memory: np.ndarray, ranks: Sequence[int], pooled: bool = False) -> None:
-        """Begin to send the bytes in `memory` to these ranks."""
+        """Begin to send the bytes in `memory` to each rank in `ranks`."""
         link = self.link
         link.receiving.add(self)
         for k, rank in enumerate(ranks, 1):

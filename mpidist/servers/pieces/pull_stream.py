@@ -37,13 +37,19 @@ class PulledVersion:
             self._saved[number] = self._copy(number)
 
     def piece(self, number: int) -> tuple[np.ndarray, bool]:
-        """Return the bytes of piece `number`, and whether they must go back to the link's pool."""
+        """Return the bytes of piece `number`, and whether the caller must give them back.
+
+        The caller gives them back to `link.pool`, which keeps buffers for later messages.
+        """
         if number in self._saved:
             return self._saved[number], False
         return self._copy(number), True
 
     def leave(self) -> None:
-        """Record that one more worker has this version; after the last worker, free the copies."""
+        """Record that one more worker has received all pieces of this version of the parameters.
+
+        When no other worker is receiving this version, the copies of its pieces are freed.
+        """
         self.users -= 1
         if not self.users:
             for copy in self._saved.values():

@@ -37,7 +37,7 @@ class Held:
     applied: int = 0
 
     def shards(self) -> dict[int, ServerShard]:
-        """Return the parts of the model that this rank holds, by the numbers of their servers."""
+        """Return {number of a server: its part of the model} for the parts on this rank."""
         found = {self.index: self.shard}
         if self.copy is not None:
             found[self.copy.server] = self.copy
@@ -61,16 +61,20 @@ class Held:
         self.updates[is_copy] += 1
 
     def scalars(self) -> dict[int, tuple[dict[str, str], int]]:
-        """Return for each part on this rank: (scalars of the optimizer, number of updates)."""
+        """Return {number of a server: (the optimizer's scalars, number of updates)}.
+
+        The dict has an entry for each part of the model that this rank holds. The scalars are
+        values such as Adam's step count.
+        """
         return {k: (scalars_of(shard), shard.version) for k, shard in self.shards().items()}
 
 
 class Holder(NamedTuple):
-    """The rank that sends an old server's part of the model to others after a death.
+    """The rank that sends the others the part of the model that one server held before a death.
 
     The holder is the rank of that server, if the server lives, and otherwise the rank of the server
-    with the copy (`is_copy`). `clocks` has, for each worker, the number of its steps whose
-    gradients are applied to this part.
+    with the copy of the part (`is_copy`). `clocks` has, for each worker, the number of its steps
+    whose gradients are applied to this part.
     """
 
     rank: int
@@ -93,7 +97,7 @@ class Move(NamedTuple):
 
 
 def holders(everyone: Sequence[Mapping | None]) -> dict[int, Holder]:
-    """Return who sends each old server's part after a death, by the number of the server."""
+    """Return {number of a server before the death: the `Holder` that sends its part to others}."""
     # `everyone` has the result of `Held.facts` of each rank, or None.
     found = {}
     for rank, facts in enumerate(everyone):
@@ -106,7 +110,7 @@ def holders(everyone: Sequence[Mapping | None]) -> dict[int, Holder]:
 
 
 def up_to_date(everyone: Sequence[Mapping | None], voted: bool) -> list[set[int]]:
-    """Return for each rank the set of servers whose newest parameters it holds."""
+    """Return for each rank a set: the numbers of the servers whose newest parameters it holds."""
     made = {facts["index"]: facts["updates"][0] for facts in everyone if facts is not None}
     found: list[set[int]] = []
     for facts in everyone:
@@ -124,7 +128,11 @@ def up_to_date(everyone: Sequence[Mapping | None], voted: bool) -> list[set[int]
 
 
 def targets(servers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (rank, number of a server) for each part, or copy of a part, that a rank must have."""
+    """Return pairs (rank, number of a server): the rank must hold the part of this server.
+
+    `servers` has the rank of each server. With several servers, the rank of the next server must
+    hold a copy of the part.
+    """
     size = len(servers)
     shards = [(rank, number) for number, rank in enumerate(servers)]
     copies = [(servers[(number + 1) % size], number) for number in range(size)]
@@ -140,8 +148,9 @@ def moves(
 ) -> list[Move]:
     """Return which rank sends which elements to which rank after a death, as a list of `Move`.
 
-    The list has the same order on all ranks. `wanted` has (rank, number of a server) for each new
-    part that a rank must get, and `giving` has the rank that sends each old part.
+    The list has the same order on all ranks. `wanted` has pairs (rank, number of a server): the
+    rank must get the part that this server has in the layout `new`. `giving` has, for the number of
+    each server of the layout `old`, the `Holder` that sends its part.
     """
     return [
         # `current`: for each rank, the old servers whose newest parameters it holds.

@@ -39,9 +39,10 @@ from .shard_ranges import scalars_of, set_scalars
 
 
 class Prepared(NamedTuple):
-    """What a rank will use when all ranks are ready for other shares of the servers.
+    """The new shares of the servers, and this rank's new parts, before all ranks use them.
 
-    On a server, `parts` has its new part of each model and its new copy of another server's part.
+    A share says how much of each model a server holds. On a server, `parts` has its new part of
+    each model and its new copy of another server's part.
     """
 
     shares: list[float]
@@ -55,7 +56,7 @@ def change_shares_beside(
 
     Each server makes its new part of each model beside the old one, which it keeps until all ranks
     are ready. ``prepare(prepared)`` is called with this rank's `Prepared` before any rank uses it.
-    Returns what this rank then knows of its group, or None if nothing changes.
+    Returns the new `Members` of this rank, or None if nothing changes.
     """
     link, server = members.link, members.server
     with link.serving(nothing):

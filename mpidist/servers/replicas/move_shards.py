@@ -1,7 +1,8 @@
-"""After a death, send shards to their new owners, and pushes to servers that lack these pushes.
+"""After a death, send shards to their new owners, and send interrupted pushes once more.
 
-A shard is a server's part of a model. Servers receive into new memory, so if another rank dies
-meanwhile, each rank still has its old shards.
+A shard is a server's part of a model. A push is interrupted if the death of a rank has kept servers
+from receiving its gradients. Servers receive into new memory, so if another rank dies meanwhile,
+each rank still has its old shards.
 """
 
 from __future__ import annotations
@@ -88,10 +89,11 @@ def complete_pushes(
     gradients: Mapping[str, np.ndarray],
     apply: Callable[[int, int, list[tuple[ShardPart, np.ndarray]]], None],
 ) -> None:
-    """Send gradients that a death has interrupted to the servers that lack them. Collective.
+    """Send gradients to the servers that lack them because of a death. Collective.
 
-    `torn` lists them as (rank of a worker, rank that now holds the server's part, number of the
-    server). On the rank that holds the part, ``apply(server, worker, gradients)`` is called.
+    An entry of `torn` is (rank of a worker, rank that now holds a server's part, number of this
+    server), for each server that lacks the gradients of this worker. On the rank that holds the
+    part, ``apply(server, worker, gradients)`` is called.
     """
     messages, arriving = Messages(comm, _PUSH_TAG), []
     for worker, holder, server in torn:

@@ -32,7 +32,10 @@ from .shard_ranges import all_ranges, pack, range_bytes, unpack
 
 
 class Forwarded(NamedTuple):
-    """An update of the step `clock` that the previous server has sent for the copy of its part."""
+    """An update of the step `clock`, sent by the server before this one.
+
+    This server makes the update in its copy of that server's part.
+    """
 
     clock: int
     header: Header
@@ -40,10 +43,10 @@ class Forwarded(NamedTuple):
 
 
 class ShardCopies:
-    """One server's copies of what the previous server holds of the models.
+    """One server's copies of the parts of all models that the previous server holds.
 
     Each server sends the gradients of its updates to the next server, which makes the same updates
-    in its copy.
+    in its copy. The server after the last one is server 0.
     """
 
     def __init__(self, link: Link, before: int, after: int, models: list):
@@ -60,7 +63,7 @@ class ShardCopies:
 
     @property
     def pending(self) -> bool:
-        """Whether the next server may lack updates, or the previous server may send more."""
+        """Whether updates for copies may still arrive, on this server or on the next server."""
         return self.behind or not self._heard_end
 
     @property
@@ -72,7 +75,10 @@ class ShardCopies:
     # -- this server's shard ---------------------------------------------------------------
 
     def forward(self, number: int, actions: Sequence[Action]) -> None:
-        """Merge the gradients of each update in `actions`, and send them to the next server."""
+        """Send the merged gradients of each update in `actions` to the next server, for its copy.
+
+        `number` is the number of the model. `actions` may also have answers, which are ignored.
+        """
         model = self._models[number]
         mode, layout = model.gate.consistency, model.shard.layout
         updates = [each for each in actions if isinstance(each, Apply)]
@@ -124,7 +130,7 @@ class ShardCopies:
     # -- the copy --------------------------------------------------------------------------
 
     def listen(self) -> list:
-        """Receive updates and confirmations; return the answers that need wait no longer."""
+        """Receive updates, and confirmations of sent updates; return answers that may go now."""
         comm, tag, status = self._link.comm, self._link.tag + COPY, MPI.Status()
         for rank in {self._before, self._after}:
             while True:
@@ -194,7 +200,9 @@ class ShardCopies:
     # -- the beginning ---------------------------------------------------------------------
 
     def fill(self, number: int) -> None:
-        """Send this server's part of model `number` to the next server, and receive the copy.
+        """Send this server's part of model `number` to the next server, which keeps it as a copy.
+
+        This server receives the part of the previous server in the same way.
 
         All servers call this method before they serve.
         """

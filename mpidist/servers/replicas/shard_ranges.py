@@ -1,4 +1,4 @@
-"""List the arrays of one server's part of a model, or the elements that two parts have in common.
+"""List the arrays of a server's part of a model, and the elements that an old and a new part share.
 
 The arrays are parameters and optimizer state, as 1-D views (ranges). All servers of a model list
 them in the same order, so messages need not name them. This module uses no MPI.

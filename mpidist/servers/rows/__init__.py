@@ -1,5 +1,6 @@
-"""Rows of tables on parameter servers: policies, sums of gradients, open tables, and a cache.
+"""Tables on parameter servers: workers push and pull some rows, and may keep rows in a cache.
 
 A push or a pull may name rows of a tensor. The servers then read, update and send only these rows,
-so the cost does not grow with the size of the table.
+so the cost does not grow with the size of the table. The rows of an open table have 64-bit keys,
+and a row is made when its key is pushed.
 """

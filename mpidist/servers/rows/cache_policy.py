@@ -24,7 +24,8 @@ class RowCache:
         are dropped.
     max_age : int, optional
         The largest number of steps for which a worker uses a row after it was fetched. By default,
-        the bound of the consistency mode is the only limit. ASP has no bound, and needs `max_age`.
+        a row is used as long as the consistency mode allows. The mode `ASP` (asynchronous) sets no
+        limit, so it needs `max_age`.
 
     Raises
     ------

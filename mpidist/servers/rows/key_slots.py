@@ -21,8 +21,9 @@ _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 def mixed(keys: np.ndarray) -> np.ndarray:
-    """Return a 64-bit hash of each key, as uint64: the finalizer of SplitMix64.
+    """Return a 64-bit hash of each key, as uint64.
 
+    It is the number that the random number generator SplitMix64 makes from the key as its state:
     Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
     bits = keys.view(np.uint64) + _GOLDEN
@@ -178,13 +179,16 @@ class KeyRows:
         self.columns = {name: lengthened(array, capacity) for name, array in self.columns.items()}
 
     def remove(self, places: np.ndarray) -> None:
-        """Forget the keys of these places (indices in the arrays); new keys may get the places."""
+        """Forget the keys at `places` (indices in the arrays). New keys may get these places."""
         self._slots.remove(self.keys[places])
         self.live[places] = False
         self._free = np.concatenate([self._free, places])
 
     def compacted(self) -> np.ndarray:
-        """Move all keys to the front of the arrays; return their old places, in the new order."""
+        """Move all keys to the front of the arrays, and return their old places.
+
+        Entry i of the result is the old place of the key that is now at place i.
+        """
         places = np.flatnonzero(self.live)
         keys, columns = self.keys[places], {n: a[places] for n, a in self.columns.items()}
         self.clear()

@@ -1,7 +1,8 @@
-"""Compute which server has a key of an open table, and the initial values of its row. Without MPI.
+"""Compute from a key which server has its row, and the row's initial values. Without MPI.
 
-Both are computed from hashes of the key. So a row has the same initial values on any number of
-servers, and a pull gets the same values before the row is made.
+The keys belong to an open table, which is a table whose rows are made by pushes. Both results are
+computed from hashes of the key. So a row has the same initial values on any number of servers, and
+a pull gets the same values before the row is made.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _STEP = 0x9E3779B97F4A7C15  # odd, so the words of a row have different numbers 
 
 
 def owners(keys: np.ndarray, shares: Sequence[float]) -> np.ndarray:
-    """Return the number of the server that has each key of an open table."""
+    """Return an array: for each key, the number of the server that has its row."""
     if len(shares) == 1:
         return np.zeros(len(keys), np.int64)
     ends = np.cumsum(shares)[:-1] * 2.0**32
@@ -28,7 +29,7 @@ def owners(keys: np.ndarray, shares: Sequence[float]) -> np.ndarray:
 def initial_rows(
     keys: np.ndarray, width: int, dtype: np.dtype, name: str, init: tuple[str, float], seed: int
 ) -> np.ndarray:
-    """Return the initial values of the rows of `keys` in an open table, one row per key.
+    """Return an array with the initial values of the rows of `keys`, one row per key.
 
     The values depend only on the seed, the name of the table and the key.
     """

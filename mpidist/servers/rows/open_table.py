@@ -1,4 +1,4 @@
-"""One server's rows of an open table, which are made by pushes and may be dropped when unused.
+"""One server's rows of an open table. Pushes make the rows, and unused rows may be dropped.
 
     a push of keys -> counts of keys without a row -> rows, once a key has `min_count` pushes
     a pull of keys -> the values of their rows, or the initial values of the keys
@@ -24,7 +24,7 @@ _FEW = 1 << 20  # if a table grows by fewer bytes, the free memory is not checke
 
 
 class OpenTable:
-    """One server's rows of an open table, which is a table whose rows are made by pushes."""
+    """One server's rows of an open table: a table that gets rows when new keys are pushed."""
 
     def __init__(self, shard: Any, kind: Tensor, init: tuple[str, float], seed: int):
         self._shard, self.kind, self._init, self._seed = shard, kind, init, seed
@@ -62,9 +62,9 @@ class OpenTable:
     def pushed(
         self, keys: np.ndarray, gradient: np.ndarray, all_keys: Sequence[np.ndarray], clock: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Make the rows of pushed keys that need one; return (rows, gradient of each row).
+        """Make rows for pushed keys that have none; return (places of rows, gradient of each row).
 
-        Keys that were pushed fewer than `min_count` times are left out.
+        Keys that were pushed fewer than `min_count` times get no row, and are left out.
         """
         places = self.rows.find(keys)
         absent = places < 0
@@ -159,7 +159,7 @@ class OpenTable:
     # -- unused rows, and the report -----------------------------------------------------------
 
     def drop(self, before: int) -> int:
-        """Free the rows whose newest push was before the step `before`; return their number."""
+        """Free the rows whose newest push was before the step `before`; return how many."""
         for table in (self.waiting, self.rows):
             # Of keys without a row, the counts of pushes are forgotten.
             old = np.flatnonzero(table.live & (table.columns["touched"] < before))
@@ -178,7 +178,10 @@ class OpenTable:
         self.waiting.compacted()
 
     def facts(self) -> dict[str, int]:
-        """Return the number of rows, the number of keys without a row, and the bytes in memory."""
+        """Return the numbers of rows, of counted keys without a row, and of bytes in memory.
+
+        Counted keys have no row because they were pushed fewer than `min_count` times.
+        """
         nodes = [self._shard.parameters, *(node for _, node in self._slots_of_state())]
         nbytes = sum(node[self.name].nbytes for node in nodes)
         return {
@@ -197,8 +200,9 @@ class OpenTable:
     def saved_counts(self, clock: int) -> tuple[str, np.ndarray, np.ndarray]:
         """Return (name of the table, keys, counts), to save how often keys were pushed.
 
-        `counts` has for each key the steps since its newest push, and the number of its pushes, or
-        -1 if it has a row.
+        `counts` has two numbers for each key: the steps since its newest push, and the number of
+        its pushes. For a key with a row the second number is -1, because its pushes are not
+        counted.
         """
         parts = []
         for table, count in ((self.rows, None), (self.waiting, "count")):
@@ -268,5 +272,5 @@ class OpenTable:
 
 
 def most_rows(max_rows: int, share: float) -> int:
-    """Return the largest number of rows on a server that has this share of an open table."""
+    """Return how many rows a server may have if it holds the fraction `share` of a table."""
     return max(1, round(max_rows * share))

@@ -6,7 +6,8 @@
 A clock is a step. Each answer of a server says how far the slowest worker is; if it is at clock c,
 the values in the answer have all updates from the clocks before c. Let `bound` be the number of
 steps that a worker may be ahead of the slowest worker. At clock t the worker may use the values as
-long as ``c >= t - bound``, because a new request would not guarantee more updates.
+long as ``c >= t - bound``. A new request would guarantee no more: its answer, too, may lack updates
+from the clock ``t - bound`` on.
 
 Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS
 2013; Wei et al., "Managed communication and consistency for fast data-parallel iterative
@@ -48,10 +49,11 @@ class CachedTable:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Find which wanted rows the cache has, and which of them are new enough for a pull.
 
-        A row is new enough if the worker has fetched it in this step (`clock`), or if the row has
-        all updates before the step `oldest` and was fetched in the step `earliest` or later.
-        Returns the place of each row in the cache (-1 if it is not there), and a boolean array that
-        says which rows are new enough.
+        `clock` is the worker's present step. A row that it has fetched in this step is new enough.
+        An older row must have all updates before the step `oldest`, and the worker must have
+        fetched it in the step `earliest` or later. `now` is the number of this call. Returns the
+        place of each row in the cache (-1 if it is not there), and a boolean array that says which
+        rows are new enough.
         """
         places = self.rows.find(keys)
         columns = self.rows.columns
@@ -88,7 +90,10 @@ class CachedTable:
     def wrote(
         self, keys: np.ndarray, gradient: np.ndarray, update: OwnUpdate | None, weight: float
     ):
-        """Apply this worker's own gradients to the cached rows of `keys`, or drop these rows."""
+        """Apply this worker's own gradients to the cached rows of `keys`.
+
+        If the worker cannot compute the update itself, these rows are dropped.
+        """
         places = self.rows.find(keys)
         here = places >= 0
         places = places[here]
@@ -173,7 +178,10 @@ class CachedRows:
         return {"hits": self.hits, "misses": self.misses, "quiet": self.quiet, "rows": rows}
 
     def wrote(self, pushes: Mapping, samples: int | None, clock: int) -> None:
-        """Apply this worker's gradients of the step `clock` to its cached rows, or drop them."""
+        """Apply this worker's gradients of the step `clock` to its cached rows.
+
+        If the worker cannot compute the update itself, the rows that it pushes are dropped.
+        """
         # In modes that hold pushes until the end of the step, a row is used only in the step in
         # which it was fetched, before its push is applied.
         if self._modes.at(clock).holds:

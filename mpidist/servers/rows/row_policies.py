@@ -1,4 +1,4 @@
-"""Check the arguments `rows` and `spread` of a model: how its tables are updated and divided."""
+"""Check the arguments `rows` and `spread`: how servers update tensors, and how they divide them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPREADS = ("ranges", "rows")
 
 
 def row_policies(model: str, shapes: Mapping[str, tuple], rows, spread) -> dict[str, RowPolicy]:
-    """Return how each tensor of a model is updated and divided, as a `RowPolicy` by name."""
+    """Return {name of a tensor: `RowPolicy`}: how the tensor is updated, and divided."""
     found, names = {}, shapes.keys()
     for argument, given, known in (("rows", rows, ROWS), ("spread", spread, SPREADS)):
         each = dict(given) if isinstance(given, Mapping) else dict.fromkeys(names, given)
@@ -50,7 +50,7 @@ def _policy(rows, spread: str) -> RowPolicy:
 
 
 def _check_open(model: str, name: str, shape: tuple, rows) -> None:
-    """Raise ConfigError if an open table has a number of rows, or another table has none."""
+    """Raise ConfigError if an open table has a number of rows, or an ordinary table has none."""
     is_open = rows == "open" or isinstance(rows, OpenRows)
     if is_open != (shape[:1] == (None,)):
         given = "open" if is_open else repr(rows)
@@ -61,7 +61,7 @@ def _check_open(model: str, name: str, shape: tuple, rows) -> None:
 
 
 def check_row_optimizer(model: str, policies: Mapping[str, RowPolicy], optimizer) -> None:
-    """Raise ConfigError if updates must change only pushed rows, and the optimizer cannot."""
+    """Raise ConfigError if updates must change only pushed rows, but `optimizer` cannot do so."""
     lazy = [name for name, policy in policies.items() if policy.rows != "dense"]
     if lazy and not getattr(optimizer, "rows", ""):
         kind = getattr(optimizer, "name", type(optimizer).__name__)
@@ -72,7 +72,10 @@ def check_row_optimizer(model: str, policies: Mapping[str, RowPolicy], optimizer
 
 
 def check_open_tables(asked, policies: Mapping[str, RowPolicy]) -> None:
-    """Raise ConfigError if a model has open tables, but its policy `stale` does not allow them."""
+    """Raise ConfigError if a model has open tables, and its argument `stale` does not allow them.
+
+    The rows of an open table are made by pushes. `stale` says how servers use old gradients.
+    """
     tables = [name for name, policy in policies.items() if policy.rows == "open"]
     # Such a policy needs copies of pulled parameters, which servers do not keep of open tables.
     if tables and asked.stale.compensates:
@@ -83,7 +86,10 @@ def check_open_tables(asked, policies: Mapping[str, RowPolicy]) -> None:
 
 
 def check_open_group(model: str, policies: Mapping[str, RowPolicy], elastic: bool) -> None:
-    """Raise ConfigError if a model with open tables is added in an elastic run (`elastic`)."""
+    """Raise ConfigError if a model of an elastic run (`elastic`) has open tables.
+
+    The rows of an open table are made by pushes.
+    """
     tables = [name for name, policy in policies.items() if policy.rows == "open"]
     if tables and elastic:
         raise ConfigError(

@@ -91,9 +91,10 @@ def check_update(asked: Any) -> None:
 def newest_values(
     shard: ServerShard, pushes: Sequence[tuple[float, Parts]]
 ) -> tuple[dict[str, Any], float] | None:
-    """Return the values to which pushes set parameters, by name, and 1.0; or None without pushes.
+    """Return ({name of a tensor: its newest pushed values}, 1.0); None if no push has an effect.
 
     The values are an array for a whole tensor, or a tuple (rows, values) for some rows of a table.
+    1.0 is the weight of the update, as in a result of `ServerShard.merge`.
     """
     found: dict[str, Any] = {}
     # A push is (share, [(part, values), ...]), and has no effect with share 0.

@@ -1,4 +1,6 @@
-"""Free unused rows of open tables, whose rows are made by pushes; report the memory they take.
+"""Free unused rows of open tables, and report how much memory the tables take.
+
+An open table gets a row when a new key is pushed.
 
 worker   drop, unused_for   -> all servers: free rows -> number of rows   -> their sum
 """
@@ -17,7 +19,7 @@ _KEY_BYTES = 72
 
 
 def ask_to_drop(client, unused_for: int) -> int:
-    """Let all servers free unused rows of open tables, for `Client.drop`; return how many."""
+    """Let all servers free rows that had no push for `unused_for` steps; return how many rows."""
     whole = checked_whole(f"drop rows of {client.name!r}: unused_for", unused_for, 1)
     if not any(tensor.open is not None for tensor in client.layout.tensors):
         raise ConfigError(f"drop rows of {client.name!r}: the model has no table of open rows")
@@ -40,7 +42,7 @@ def ask_to_drop(client, unused_for: int) -> int:
 
 
 def drop_rows(link, model, rank: int, header: Header) -> None:
-    """Free unused rows of a model on this server, and send their number to worker rank `rank`."""
+    """Free unused rows of a model on this server; send the number of freed rows to rank `rank`."""
     before = model.gate.slowest() - header.samples
     count = sum(table.drop(before) for table in model.shard.open.values())
     buffer = link.pool.take(HEADER_BYTES)
@@ -49,12 +51,15 @@ def drop_rows(link, model, rank: int, header: Header) -> None:
 
 
 def table_facts(shard) -> dict[str, dict[str, int]]:
-    """Return the numbers of rows and of bytes of each open table on a server, by name."""
+    """Return {name of an open table: result of `OpenTable.facts`} for one server."""
     return {table.name: table.facts() for table in shard.open.values()}
 
 
 def open_bytes(layout: ServerLayout, server: int, copies: float) -> int:
-    """Return how many bytes the open tables of a server take if they have `max_rows` rows."""
+    """Return how many bytes a server's open tables take with as many rows as `max_rows` allows.
+
+    An open table gets a row when a new key is pushed.
+    """
     total = 0.0
     # Only tables with `max_rows` count.
     for tensor in layout.tensors:

@@ -45,7 +45,10 @@ def finite_test(view: np.ndarray) -> Callable[[], bool]:
 
 
 class BoundExchange:
-    """One push_pull with one server: its request and its answer, in buffers that all calls use."""
+    """The messages of repeated push_pulls with one server, in buffers that are used again.
+
+    A push_pull sends gradients to the server and receives new parameters.
+    """
 
     by_messages = True
 
@@ -225,8 +228,8 @@ def bind(
 ) -> BoundPushPull | None:
     """Return a `BoundPushPull` of `gradients` and `out`, or None if the arrays do not suit it.
 
-    The model must be small, and the arrays C-contiguous NumPy arrays of the model's dtypes for all
-    tensors.
+    The model must be small. `gradients` and `out` must each have an array for every tensor: a
+    C-contiguous NumPy array of the tensor's shape and dtype.
     """
     layout = shards[0].layout
     sizes = [HEADER_BYTES + shard.nbytes for shard in shards]

@@ -27,7 +27,10 @@ class BoundGradients(dict):
         self._again: Callable | None = None
 
     def apply(self, shard: Any, weight: float) -> bool:
-        """Update `shard` by the remembered function; return whether there is such a function."""
+        """Update `shard` by the function that the optimizer has made for these gradients.
+
+        Returns whether there is such a function. If there is none, `shard` stays as it is.
+        """
         # Without such a function, the caller makes the update.
         if self._optimizer is not shard.optimizer or self._state is not shard.state:
             # The update is bound only in the next call, because many gradients are used only once.
@@ -52,12 +55,15 @@ class BoundGradients(dict):
 
 
 def gradients_again(parts: Any) -> BoundGradients | None:
-    """Return the gradients that `kept_with` has stored with the arrays of a push, or None."""
+    """Return the gradients that `kept_with` has stored in `parts` (arrays of a push), or None."""
     return parts.gradients if type(parts) is WholeParts else None
 
 
 def kept_with(parts: Any, gradients: dict[str, Any]) -> dict[str, Any]:
-    """Return `gradients`, stored with the arrays of a push if later pushes use these arrays."""
+    """Return `gradients`, and keep them in `parts` if later pushes use the same arrays.
+
+    `parts` lists the arrays of a push. Kept gradients are returned as `BoundGradients`.
+    """
     if type(parts) is not WholeParts:
         return gradients
     if parts.gradients is None:
@@ -66,7 +72,10 @@ def kept_with(parts: Any, gradients: dict[str, Any]) -> dict[str, Any]:
 
 
 def same_again(before: BoundGradients, gradients: dict[str, Any]) -> BoundGradients:
-    """Return `before` if it has the arrays of `gradients`; otherwise a new `BoundGradients`."""
+    """Return `before` if it has the same arrays as `gradients`; otherwise new `BoundGradients`.
+
+    `before` has the gradients of an earlier update.
+    """
     same = before.keys() == gradients.keys()
     if same and all(map(is_, before.values(), gradients.values())):
         return before

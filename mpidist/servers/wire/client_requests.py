@@ -92,13 +92,16 @@ class ClientRequests:
         self.versions[:] = (before.versions + [newest] * len(self.servers))[: len(self.servers)]
 
     def take_note(self) -> tuple[int, int]:
-        """Return `note`, two integers for the first server, and set the attribute to zeros."""
+        """Return `note` (two integers for the first server), and set `note` to zeros."""
         note, self.note = self.note, (0, 0)
         return note
 
     @property
     def has_entered(self) -> bool:
-        """Whether the present step has begun, because one server has answered and one suffices."""
+        """Whether a server has answered a pull in the present step, and the step has so begun.
+
+        False in modes in which a step begins only when every server has answered.
+        """
         return self.entered == self.clock and not self._modes.asks_all(self.clock)
 
     def _route(
@@ -157,7 +160,10 @@ class ClientRequests:
         return operation
 
     def streams(self, clock: int) -> bool:
-        """Whether servers answer each piece of a push in the step `clock` at once."""
+        """Whether servers answer single pieces of a push, and not only the whole push.
+
+        `clock` is the step of the push.
+        """
         return self._has_pieces and self._modes.streams(clock)
 
     def tell_all(self, flags: int, data: bytes) -> None:

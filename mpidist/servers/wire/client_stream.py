@@ -1,13 +1,13 @@
-"""A worker's part in pushes and answers in pieces: gradients are sent, `out` receives answers.
+"""How a worker sends gradients in pieces, and receives the answers in pieces into `out`.
 
 ::
 
     gradients   | 0 | 1 | 2 | 3 | 4 | ...     from the worker to the server
     out         | 0 | 1 | ...                 from the server to the worker, in the same order
 
-At most 4 pieces (`WINDOW`) of the gradients are on the way. If the server answers each piece at
-once (under BSP), the worker sends piece 4 when it has received the answer to piece 0. Otherwise the
-worker sends piece 4 when MPI has sent piece 0.
+At most 4 pieces (`WINDOW`) of the gradients are on the way. If the server answers single
+pieces (under BSP), the worker sends piece 4 when it has received the answer to piece 0. If the
+server answers only whole pushes, the worker sends piece 4 when MPI has sent piece 0.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ClientStream:
 
 
 def places_in(layout: ServerLayout, arrays: Mapping[str, np.ndarray], piece: WirePiece):
-    """Yield the memory in `arrays` that a piece of a message covers, and its place in the piece."""
+    """Yield (bytes in `arrays`, slice of the piece) for each range of a tensor in a piece."""
     for tensor, start, stop, at in piece.spans:
         name, _, dtype, *_ = layout.tensors[tensor]
         size = dtype.itemsize
@@ -137,10 +137,10 @@ def can_share(gradients: Mapping[str, np.ndarray], out: Mapping[str, np.ndarray]
 
 
 class CopiedPush:
-    """Sends gradients in pieces, from copies of a few pieces at a time.
+    """Sends gradients in pieces. A piece is copied, and the copy is sent.
 
-    If the server receives no piece for 0.25 s (`LATE`), or if the argument `late` is true, all
-    remaining pieces are copied and passed to MPI.
+    Usually at most 4 copies (`WINDOW`) exist at a time. If the server receives no piece for 0.25 s
+    (`LATE`), or if the argument `late` is true, all remaining pieces are copied and passed to MPI.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class CopiedPush:
         self._deadline, self.late = time.monotonic() + LATE, late
 
     def handed(self) -> bool:
-        """Send the pieces that may be sent now; return whether MPI has all of the gradients."""
+        """Begin to send the pieces that may be sent now; return whether all sends have begun."""
         self._link.reap()
         self._flying = [requests for requests in self._flying if requests]
         number, now = len(self._pieces), time.monotonic()

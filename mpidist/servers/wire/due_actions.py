@@ -1,11 +1,11 @@
-"""Updates and answers that a model's consistency mode allows, but that wait for other messages.
+"""The updates and answers of a model that a server has still to carry out, in their order.
 
 ::
 
     due   | update of clock 7, in pieces | answer to 0 | answer to 1 | update of clock 8 | ...
 
-The server carries them out in order. An update in pieces takes some time, and all later updates and
-answers wait for its end.
+The consistency mode already allows them. An update in pieces ends when its last piece is applied.
+All later updates and answers wait for its end.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ class DueActions:
         return bool(self._actions or self.pulls or sending)
 
     def receive(self, link: Link, source: int) -> PushStream:
-        """Begin to receive gradients in pieces from `source`; each piece is answered at once."""
+        """Begin to receive gradients in pieces from the rank `source`.
+
+        The worker gets the new parameters of each piece as soon as they are updated.
+        """
         self._open(link)
         if self.share is not None and (pair := self.share.pair(source, link.comm.rank)):
             self._readers.add(source, pair, 0, 0)
@@ -164,6 +167,6 @@ class DueActions:
                     del self._waiting[worker]
 
     def ended(self) -> StreamedUpdate | None:
-        """Return the update in pieces that has just ended, or None, and forget it."""
+        """Return the update in pieces that has just ended, or None. A second call returns None."""
         update, self.update = self.update, None
         return update

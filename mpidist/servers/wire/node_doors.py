@@ -16,7 +16,7 @@ from .node_share import NodePair, NodeShare
 
 
 class MailBox(NamedTuple):
-    """The shared memory of the requests of one worker for one model, and of the answers."""
+    """The shared memory for one worker's requests that concern one model, and for the answers."""
 
     model: Any
     push: np.ndarray

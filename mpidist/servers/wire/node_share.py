@@ -148,7 +148,7 @@ class NodeShare:
         return self._pairs[worker, server]
 
     def parameters(self, server: int) -> dict[int, np.ndarray]:
-        """Return what `server` holds of each tensor, if it is in shared memory, by number."""
+        """Return {number of a tensor: the values that `server` holds in shared memory}."""
         memory, found = self._memory[server], {}
         for tensor, _, _ in self._layout.pieces[self._node.servers[server]]:
             if ("parameters", tensor) in memory:
@@ -205,7 +205,10 @@ class Transport(NamedTuple):
     stale: str
 
     def anew(self, rank: int, share: NodeShare | None, why: str) -> Transport:
-        """Return a `Transport` for other shared memory, or for none because of the reason `why`."""
+        """Return this `Transport` with a new text, which describes the shared memory `share`.
+
+        If `share` is None, the text says that data are sent in messages, for the reason `why`.
+        """
         text = f"messages: {why}"
         if share is not None:
             text = share.transport(rank, self.whole_pushes, self.stale)

@@ -69,7 +69,7 @@ class NodePushStream(PushStream):
         return self._slots[number % len(self._slots)]
 
     def use(self) -> None:
-        """Mark the oldest piece as updated, so that the worker may copy its new parameters."""
+        """Record that the parameters of the oldest piece are updated: the worker may copy them."""
         self._answered[ALLOWED] += 1
         self._answered[READY] += 1
         self._answered[UPDATED] += 1
@@ -88,7 +88,10 @@ class NodeReaders:
         self._left, self._since = 0, 0.0
 
     def add(self, rank: int, pair: NodePair, allowed: int, ready: int) -> None:
-        """Let a worker copy `allowed` pieces of the parameters, the first `ready` ones at once."""
+        """Let a worker copy `allowed` pieces of the parameters, `ready` of them now.
+
+        It may copy each further piece when the server has updated the piece.
+        """
         # The worker has copied the whole previous version, because it makes one call at a time.
         self._pairs[rank] = pair
         self._sent.discard(rank)
@@ -168,11 +171,11 @@ class NodeClientStream:
 
     @property
     def handed(self) -> bool:
-        """Whether MPI has all gradients that are sent in messages."""
+        """Whether the worker may send its request to the next server."""
         return self._rest is None or self._rest.handed
 
     def is_here(self, incoming: Incoming) -> bool:
-        """Write more gradients to shared memory, and copy parameters; return true at the end."""
+        """Write gradients to shared memory, and copy parameters; return whether all is done."""
         if self._rest is not None:  # pieces that are sent in messages
             if not self._rest.progress():
                 return False

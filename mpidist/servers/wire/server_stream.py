@@ -1,4 +1,4 @@
-"""A server's part in pushes in pieces: add gradients, update, answer, piece after piece.
+"""How a server handles gradients that arrive in pieces: it updates and answers each piece.
 
 ::
 
@@ -128,7 +128,7 @@ class ShardPieces:
         return found
 
     def answer(self, number: int, ranks: Sequence[int], sends: PieceSends) -> None:
-        """Begin to send one piece of the parameters to these ranks."""
+        """Begin to send one piece of the parameters to each rank in `ranks`."""
         if not ranks:
             return
         piece, parameters, _, _, memory = self.views(number)
@@ -173,8 +173,9 @@ class ShardPieces:
 class StreamedUpdate:
     """One update of a server's parameters, piece by piece, with the answers to the workers.
 
-    A piece is updated and answered as soon as all workers that push in pieces have sent it. MPI
-    reads the answers in the memory of the parameters, which must not change before they are sent.
+    When all workers that push in pieces have sent the gradients of a piece, the server updates the
+    parameters of this piece, and sends them back. MPI may send them directly from the server's
+    arrays, so these arrays must not change before the sends end.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class StreamedUpdate:
         sends.link.count_pieces(number, nbytes, number, nbytes)
 
     def progress(self) -> bool:
-        """Update and answer the pieces whose gradients have arrived; return true at the end."""
+        """Update and send the parameters of the arrived pieces; return whether all is done."""
         here = min((stream.here() for stream in self._streams), default=self._number)
         while self._next < min(here, self._number):
             self._answer(self._next)
