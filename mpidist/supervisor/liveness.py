@@ -14,8 +14,9 @@ class Limits(NamedTuple):
     """The time limits after which an attempt (a start of the program) must be ended, in seconds.
 
     - `heartbeat`: the longest time without a heartbeat of a rank.
-    - `start`: the longest time until all ranks have begun. With None, the limit is 300 s, but only
-      if at least one rank has begun.
+    - `start`: the longest time from the first rank's begin until all ranks have begun. If no rank
+      has begun, it is the longest time from the start of the attempt. With None, the limit is 300
+      s, but only if at least one rank has begun.
     - `stall`: the longest time without a completed step; None for no limit.
     - `grace`: the time in which ranks must save and exit after a request to stop.
     - `launcher`: the longest time until the launcher starts the first process, and also the longest
@@ -90,7 +91,7 @@ class Vigil:
         self._patience = limits.launcher or LAUNCHER
         self._unstarted = limits.launcher or (float("inf") if queues else LAUNCHER)
         self._host = socket.gethostname() if host is None else host
-        self._last = began
+        self._last = self._first = began
         self._signs: dict[int, Sign] = {}
         self._accused: list[Sign] = []
         self._beats: dict[int, tuple[int, float]] = {}
@@ -128,6 +129,8 @@ class Vigil:
         this host that had ended before the heartbeats were read. `begun` is {rank: process ID}, for
         the ranks on this host that have begun.
         """
+        if not self._signs:  # a launcher such as srun may wait long before it starts a rank
+            self._first = now
         self.note(told)
         signs = self.signs
         if now - self._last > max(5.0, self.limits.heartbeat / 2):
@@ -160,7 +163,7 @@ class Vigil:
         if why := self._held_up(launcher, bool(signs), len(signs) == self.ranks and not there, now):
             return why
         late = self.limits.start or (START if signs else float("inf"))
-        if len(signs) < self.ranks and now - self.began > late:
+        if len(signs) < self.ranks and now - (self._first if signs else self.began) > late:
             return f"only {len(signs)} of {self.ranks} ranks began within {late:g} s"
         return self._stalled(signs, there, now)
 
