@@ -40,7 +40,7 @@ def call(comm, kind: str):
 
 
 def all_come(comm) -> None:
-    """Record that all ranks make the next collective call, which need not check that they do."""
+    """Record that all ranks will make the next collective call, so the call need not check this."""
     # If this rank raises before that call, the other ranks are told and abort it. Otherwise this
     # rank would receive the messages of the missed call in its next operation.
     context.of(comm).under_way = True

@@ -16,7 +16,10 @@ from .control import by_rank_0, report_no_copy, run_on_all
 
 
 def folder_of(memory: Path, path: str) -> Path:
-    """Return the folder of the copy for the store at `path`, inside `memory` in /dev/shm."""
+    """Return the folder in which a job leaves a copy of its state for its next start.
+
+    `memory` is a folder in /dev/shm, and `path` is the job's checkpoint store.
+    """
     name = hashlib.sha256(f"{launched_by()} {path}".encode()).hexdigest()
     return memory / f"handed-{name[:16]}"
 
@@ -52,10 +55,10 @@ def save_copy(comm, memory: Path, path: str, step: int, state: Mapping) -> bool:
 
 
 def restore_newest(comm, memory: Path | None, store, like: dict, handed: str) -> tuple[dict, bool]:
-    """Return the newest state, and whether it is from the copy in memory. Collective.
+    """Return the newest state, and whether it is from a copy in memory, not from `store`.
 
-    `handed` says where the earlier start has left the state: `IN_MEMORY` (in the memory of the
-    host), `IN_STORE` (in the checkpoint store), or "" if unknown. Raises NoCheckpoint.
+    Collective. `handed` says where the earlier start has left the state: `IN_MEMORY` (in the memory
+    of the host), `IN_STORE` (in the checkpoint store), or "" if unknown. Raises NoCheckpoint.
     """
     if memory is None or not hasattr(store, "let_go"):
         return store.restore(like)[1], False
@@ -75,9 +78,10 @@ def restore_newest(comm, memory: Path | None, store, like: dict, handed: str) ->
 
 
 def restore_copy(comm, memory: Path, path: str, like: Mapping, newer_than: int | None):
-    """Return (step, state) from the copy in memory, or None if it is too old. Collective.
+    """Restore the copy of the state that the job's last start left in memory. Collective.
 
-    The arrays of `like` are filled in place.
+    Returns (step, state), and fills the arrays of `like` in place. Returns None if there is no good
+    copy, or if its step is not above the step `newer_than`.
     """
     folder = folder_of(memory, path)
     there = run_on_all(comm, "hand-over: copy", lambda: any(folder.glob("step-*")), all)
@@ -97,5 +101,8 @@ def restore_copy(comm, memory: Path, path: str, like: Mapping, newer_than: int |
 
 
 def remove_copy(memory: Path, path: str) -> None:
-    """Remove the copy in memory; any ranks of the host may call this function."""
+    """Remove the copy of the state that an earlier start of the job left in memory, if any.
+
+    Any ranks of the host may call this function.
+    """
     shutil.rmtree(folder_of(memory, path), ignore_errors=True)

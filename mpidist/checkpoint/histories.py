@@ -6,10 +6,10 @@ r"""Histories (branches) of a store: which step continues which, and which histo
     history 1              \\-- 950 -- 960     (set aside)
     history 2    10                           the newest: `restore`, retention and readers follow it
 
-A save continues the step that the same store object restored or saved last. If this is not the
+A saved step follows the step that the same store object restored or saved last. If this is not the
 newest step, or if the new step has a lower number, the save begins a new history, which branches
-off there. The newest history has the highest number. The line of a history is all steps that led to
-its last step, also those of older histories.
+off there. The newest history has the highest number. The line of a history is its own steps, and
+the steps of older histories before the branch.
 
 The names of folders and files show which steps and histories exist:
 
@@ -44,7 +44,11 @@ _MARK = re.compile(
 
 
 class Mark(NamedTuple):
-    """The file that says where a history begins: after which step of which older history."""
+    """A file whose name says where a history (branch of the saved steps) begins.
+
+    History `number` begins after step `step` of history `after`. If `after` is None, it follows no
+    step. `beginning` is a digest of the run's name (the text `fresh` of the store), or empty.
+    """
 
     number: int
     after: int | None = None
@@ -53,13 +57,13 @@ class Mark(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the file that says where the history begins."""
+        """Name of this file, such as ``history-1-after-0-step-900``."""
         after = "" if self.after is None else f"-after-{self.after}-step-{self.step}"
         return f"history-{self.number}{after}{self.beginning and f'-of-{self.beginning}'}"
 
 
 def _mark_of(name: str) -> Mark | None:
-    """Return the mark that a file name describes, or None."""
+    """Return the `Mark` that a file name describes, or None."""
     match = _MARK.fullmatch(name)
     if match is None or (match[2] and int(match[2]) >= int(match[1])):
         return None  # a history can continue only an older one
@@ -68,14 +72,14 @@ def _mark_of(name: str) -> Mark | None:
 
 
 class Histories:
-    """The histories (branches) of a store, read from one listing of its folder.
+    """The histories (branches of the saved steps) of a store, from one listing of its folder.
 
     Attributes
     ----------
     own : dict
         The step folders of each history, newest first, complete or not.
     marks : dict
-        For each history that has one: the file that says where the history begins.
+        Number of a history -> the file that says where this history begins, if there is one.
     """
 
     def __init__(self, root: int):
@@ -101,18 +105,22 @@ class Histories:
         return filter(self.is_committed, entries)
 
     def numbers(self) -> Iterator[int]:
-        """Return the numbers of the histories (branches) with a complete step, newest first."""
+        """Return the numbers of the histories (branches of steps) with a complete step.
+
+        The newest history comes first.
+        """
         numbers = sorted(self.own, reverse=True)
         return (number for number in numbers if any(self.committed(self.own[number])))
 
     def newest(self) -> int | None:
-        """Return the number of the newest history (branch), or None where no step is complete."""
+        """Return the number of the newest history (branch) with a complete step, or None."""
         return next(self.numbers(), None)
 
     def parts(self, number: int | None) -> Iterator[tuple[int, int]]:
-        """Yield history `number` and the histories that it continues, newest first.
+        """Yield (history, last) for history `number` and the histories that it branched from.
 
-        Each comes with the number of its last step that led to history `number`.
+        A history is a branch of the saved steps; the newest comes first. Of an older history, only
+        the steps up to number `last` come before the branch.
         """
         last = MAX_STEP
         while number is not None:
@@ -121,7 +129,11 @@ class Histories:
             number, last = mark.after, min(last, mark.step)
 
     def line(self, number: int | None = None) -> list[Entry]:
-        """Return the step folders that led to the last step of a history (branch), newest first."""
+        """Return the step folders of a history (branch of the saved steps), newest first.
+
+        The folders of older histories before the branch are included. None means the newest
+        history.
+        """
         return [
             entry
             for history, last in self.parts(self.newest() if number is None else number)
@@ -130,7 +142,7 @@ class Histories:
         ]
 
     def everything(self) -> list[Entry]:
-        """Return the step folders of all histories (branches), newest first."""
+        """Return the step folders of all histories (branches of steps), newest first."""
         return sorted((entry for own in self.own.values() for entry in own), reverse=True)
 
     def beginning(self, number: int) -> str:
@@ -141,7 +153,11 @@ class Histories:
         return f"history {number}, after step {mark.step} of history {mark.after}"
 
     def next_mark(self, after: int | None = None, step: int = 0, beginning: str = "") -> Mark:
-        """Return the mark of a new history (branch): the file that says where it begins."""
+        """Return the `Mark` of a new history (branch of the saved steps).
+
+        The mark is a file name that says where the history begins: after step `step` of history
+        `after`. The mark of the newest history is used again if it is equal and has no step yet.
+        """
         last = max([*self.own, *self.marks], default=-1)
         mark = Mark(last, after, step, beginning)
         if last not in self.own and self.marks.get(last) == mark:
@@ -149,7 +165,11 @@ class Histories:
         return mark._replace(number=last + 1)
 
     def idle_marks(self, newest: int) -> list[Mark]:
-        """Return the marks (files) of branches older than `newest` that led to no stored step."""
+        """Return the marks that may be removed, of histories older than history `newest`.
+
+        A mark is a file that says where a history (branch of the saved steps) begins. It may be
+        removed if no step is left of its history or of any history that branched off from it.
+        """
         needed = {part for number in self.own for part, _ in self.parts(number)}
         return [m for m in self.marks.values() if m.number < newest and m.number not in needed]
 
@@ -184,8 +204,9 @@ def first(
 ) -> Entry | None:
     """Return the newest complete step folder of a history, except the folders in `passed`.
 
-    If `history` is None, it is the newest history, and if `step` is None, any step is searched.
-    Returns None if all folders are in `passed`, and raises NoCheckpoint if there are none.
+    A history is a branch of the saved steps; None means the newest history. If `step` is not None,
+    only folders of this step are searched. Returns None if all folders are in `passed`, and raises
+    NoCheckpoint if there are none.
     """
 
     def pick(listed: Histories) -> Entry | None:
@@ -215,9 +236,10 @@ def _missing(path: str, step: int | None, history: int | None) -> NoCheckpoint:
 
 
 def all_steps(path: str, history: int | None = None) -> list[int]:
-    """Return the numbers of the complete steps that led to a history's last step, ascending.
+    """Return the numbers of the complete steps of a history, ascending.
 
-    None means the newest history. Raises NoCheckpoint if `history` does not exist.
+    A history is a branch of the saved steps; None means the newest history. The steps of older
+    histories before the branch are included. Raises NoCheckpoint if `history` does not exist.
     """
     with suppress(*([NoCheckpoint] if history is None else [])):
         found, _ = _found(path, lambda at: {e.step for e in at.committed(at.line(history))})
@@ -270,9 +292,10 @@ def publish(name: str, history: int, step: int, root: int) -> Entry:
 
 
 class Line:
-    """The step that the next save continues. Only rank 0 uses this class.
+    """Remembers the step that the next saved step will follow. Only rank 0 uses this class.
 
-    With `fresh`, the steps that the folder already holds are ignored until this store has saved.
+    With `fresh`, the steps that the folder already holds are hidden until this store has saved or
+    restored a step.
     """
 
     def __init__(self, path: str, fresh: bool | str):
@@ -282,11 +305,15 @@ class Line:
         self._at: Entry | None = None
 
     def stand(self, entry: Entry) -> None:
-        """Record that the step `entry` was restored or saved; the next save continues this step."""
+        """Record that the step `entry` was restored or saved; the next saved step follows it."""
         self._at, self._fresh = entry, False
 
     def is_fresh(self) -> bool:
-        """Whether this store still ignores the steps that the folder held before."""
+        """Whether `fresh` still hides the steps that the folder held when the store was opened.
+
+        This ends when this store saves or restores a step. If `fresh` is the name of a run, it also
+        ends as soon as the folder has a step of this run.
+        """
         if self._fresh and self._beginning:
             with suppress(NoCheckpoint), opened(self._path) as (_, listed):
                 begun = {n for n, m in listed.marks.items() if m.beginning == self._beginning}
@@ -296,7 +323,10 @@ class Line:
     def first(
         self, step: int | None = None, history: int | None = None, passed: Collection = ()
     ) -> Entry | None:
-        """Return what the function `first` returns; NoCheckpoint if `fresh` hides all steps."""
+        """Return what the function `first` returns.
+
+        Raises NoCheckpoint if `history` is None and `fresh` still hides the steps in the folder.
+        """
         if history is None and self.is_fresh():
             raise NoCheckpoint(
                 f"no checkpoint: fresh=True ignores the steps in {self._path}; pass history= to "
@@ -305,22 +335,35 @@ class Line:
         return first(self._path, step, history, passed)
 
     def latest(self) -> Entry | None:
-        """Return the newest complete step folder of the newest history, or None."""
+        """Return the newest complete step folder, or None if there is none or `fresh` hides it.
+
+        It belongs to the newest history (branch of the saved steps).
+        """
         with suppress(NoCheckpoint):
             return self.first()
         return None
 
     def all_steps(self, history: int | None = None) -> list[int]:
-        """Return what the function `all_steps` returns, or [] if `fresh` hides all steps."""
+        """Return what the function `all_steps` returns.
+
+        Returns [] if `history` is None and `fresh` still hides the steps in the folder.
+        """
         return [] if history is None and self.is_fresh() else all_steps(self._path, history)
 
     def is_next(self, history: int, step: int) -> bool:
-        """Whether a step copied to a node is at least as new as the newest step of this store."""
+        """Whether a copy of a step on the nodes is at least as new as this store's newest step.
+
+        The copies are those of a `TieredStore`. `history` and `step` belong to the copy.
+        """
         latest = self.latest()
         return not self.is_fresh() if latest is None else (history, step) >= latest[:2]
 
     def is_of(self, history: int, step: int) -> bool:
-        """Whether a step copied to a node is in the newest history's line, or newer than it."""
+        """Whether a copy of a step on the nodes is newer than the newest history, or part of it.
+
+        A history is a branch of the saved steps. The steps of older histories before the branch
+        count as part of it. `history` and `step` belong to the copy.
+        """
         latest = self.latest()
         if latest is None or self.is_next(history, step):
             return not self.is_fresh()
@@ -329,10 +372,10 @@ class Line:
             return any(part == history and step <= last for part, last in parts)
 
     def begin(self, root: int, step: int, is_good: Callable[[Entry], bool]) -> int:
-        """Return the number of the history to which a save of `step` belongs.
+        """Return the number of the history (branch of the saved steps) for a save of `step`.
 
-        Raises CheckpointError if the folder `root` holds good steps that this store has neither
-        restored nor saved.
+        Raises CheckpointError if the folder `root` has undamaged steps, `fresh` does not hide them,
+        and this store has neither restored nor saved a step.
         """
         listed, fresh = Histories(root), self.is_fresh()
         line = [] if fresh else listed.line()

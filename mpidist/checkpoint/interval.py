@@ -2,9 +2,9 @@
 
 Let a save take C seconds, and let a failure come every M seconds on average. If the job saves every
 T seconds, saves take the fraction C / T of the time. Each failure loses T / 2 seconds of work on
-average, so failures take the fraction T / (2 M). The sum is least at T = sqrt(2 C M): Young, "A
-first order approximation to the optimum checkpoint interval", CACM 17 (1974). Young, "A first order
-approximation to the optimum checkpoint interval", CACM 17 (1974).
+average, so failures take the fraction T / (2 M). The sum is least at T = sqrt(2 C M).
+
+Reference: Young, "A first order approximation to the optimum checkpoint interval", CACM 17 (1974).
 """
 
 from __future__ import annotations

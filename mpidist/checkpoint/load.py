@@ -50,7 +50,7 @@ def load(path, step: int | None = None, *, history: int | None = None) -> dict:
         The step to read; None means the newest good step. Damaged steps are reported on stderr and
         skipped.
     history : int, optional
-        The number of a history (branch) of the store; None means the newest history.
+        The number of a history (branch of the saved steps); None means the newest history.
 
     Raises
     ------
@@ -170,7 +170,8 @@ class Search:
     def pass_over(self, reason: str, said: bool = False) -> None:
         """Skip the step folder that `next` returned last, since it is damaged.
 
-        The text `reason` is reported on stderr and in the event log, unless `said` is true.
+        If `said` is true, the damage was reported already. Otherwise the text `reason` is reported
+        on stderr and in the event log.
         """
         path, entry = self._path, self._entry
         if histories.is_gone(path, entry):
@@ -185,7 +186,10 @@ class Search:
 
 
 def count_removed(path: str, removed: int) -> int:
-    """Return `removed` + 1; raise CheckpointError if too many steps vanished while being read."""
+    """Count a step that another process removed while it was read; return `removed` + 1.
+
+    `removed` is the number of such steps so far. Raises CheckpointError if it is too high.
+    """
     if removed == _MOST_REMOVED:
         raise CheckpointError(
             f"{removed} steps in {path} were removed while they were read; let the job that saves "

@@ -33,9 +33,10 @@ COPIES = 2
 def open_with_copies(
     comm, path, folder: Path | None, *, keep: int | None = 3, fresh: bool | str = False
 ) -> TieredStore:
-    """Open the store of a run whose steps are also kept in `folder`, in memory. Collective.
+    """Open the checkpoint store of a run that also keeps copies of its state in memory.
 
-    Raises ConfigError if `folder` is None or not private to this user.
+    Collective. The copies are in `folder`, a folder of /dev/shm on each node. Raises ConfigError if
+    `folder` is None or not private to this user.
     """
     run_on_all(comm, "copies in memory", lambda: make_private(folder))
     return _CopiesStore(comm, path, keep, local=folder, local_keep=COPIES - 1, fresh=fresh)
@@ -77,7 +78,7 @@ def make_private(folder: Path | None) -> None:
 
 
 class MemoryCopies:
-    """Keeps copies of the state of some steps of a loop, in the memory of the nodes.
+    """Copies the state of a loop to the memory of the nodes, at intervals of `every`.
 
     `every` is a number of steps, a time such as "10m", or "auto 1h", which is the best interval for
     one failure an hour.
@@ -88,7 +89,7 @@ class MemoryCopies:
         self._fits: bool | None = None
 
     def begin(self, step: int) -> None:
-        """Begin to count the steps to the next copy at `step`, the first step of the loop."""
+        """Begin the loop at `step`; the steps until the next copy are counted from there."""
         self._interval.begin(step)
 
     def keep(self, comm, step: int, state: Callable[[], Mapping]) -> None:

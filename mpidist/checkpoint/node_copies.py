@@ -76,7 +76,11 @@ def _write(root: int) -> None:
 
 
 def arrays(state: Mapping, rank: int) -> dict:
-    """Return the whole arrays of `state`, and those of its shards on `rank`, in nested dicts."""
+    """Return nested dicts of the arrays in `state`, the state of `rank`.
+
+    The entry ``arrays`` has the arrays that the rank holds whole. The entry ``pieces`` has, under
+    the number of the rank, the arrays of its shards.
+    """
     found = []
     for path, leaf in leaves(state):
         if isinstance(leaf, Shard):
@@ -94,14 +98,22 @@ def extras(state: Mapping) -> list:
 
 
 def copy_record(comm, state: Mapping, extras: Mapping, name: str, history: int) -> dict:
-    """Return what this rank saves on its node, in nested dicts. Not collective."""
+    """Return the state that this rank saves in the copy on its node. Not collective.
+
+    `extras` has the values of all ranks that are not arrays. `name` is the name of the save, and
+    `history` the number of its history (branch of the saved steps).
+    """
     layout = {str(comm.rank): _layout(state)}
     mark = {"name": name, "history": history, "ranks": comm.size, "layout": layout}
     return {**arrays(state, comm.rank), "extras": tree(iter(extras.items())), "mark": mark}
 
 
 def usable_steps(comm, path: str, step: int | None, like: Mapping) -> dict[int, tuple[int, str]]:
-    """Return the copies in the node's folder `path` that have all arrays of `like` on this rank."""
+    """Return the steps whose copies on this node can fill `like`, this rank's state.
+
+    The copies are in the folder `path`. If `step` is not None, only this step is looked up. Returns
+    a dict: number of a step -> (number of its history, name of its save).
+    """
     layout, alike = _layout(like), not any(isinstance(leaf, Shard) for _, leaf in leaves(like))
     marks: dict[int, tuple[int, str]] = {}
     rank = str(comm.rank)
@@ -128,7 +140,10 @@ def _mark(path: str, entry: steps.Entry) -> tuple[int, dict]:
 
 
 def remove_copies(path: str, newest: tuple[float, ...]) -> None:
-    """Remove a node's copies that are not newer than `newest`, a pair of a history and a step."""
+    """Remove the copies of steps in a node's folder `path` that are not newer than `newest`.
+
+    `newest` is a pair: the number of a history (branch of the saved steps), and that of a step.
+    """
     with suppress(OSError):
         with files.folder(path) as root:
             for entry in histories.Histories(root).everything():
@@ -145,7 +160,7 @@ def remove_copies(path: str, newest: tuple[float, ...]) -> None:
 
 
 def _layout(state: Mapping) -> str:
-    """Return a SHA-256 of the names, dtypes, shapes and regions of the arrays of a rank."""
+    """Return a SHA-256 of the names, dtypes, shapes and index ranges of a rank's arrays."""
     facts = [
         (path, dtype_name(array_of(leaf).dtype), shape_of(leaf), getattr(leaf, "region", None))
         for path, leaf in leaves(state)

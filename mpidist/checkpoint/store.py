@@ -67,30 +67,32 @@ class CheckpointStore(Store):
     path : path-like
         A folder that all ranks can reach, the same on all ranks. The first save creates it.
     keep : int or None
-        How many good steps of the newest history (branch) to keep; None keeps all.
+        How many good steps of the newest history (branch of the saved steps) to keep. None keeps
+        all.
     keep_every : int, optional
-        Keep also the steps whose number is a multiple of `keep_every`. The newest step that was
-        verified or restored is never removed.
+        The steps whose number is a multiple of `keep_every` are kept as well. The newest step that
+        was verified or restored is never removed.
     writers : "all", "node" or int
         The ranks that write files: every rank, one rank of each node, or this number of ranks. A
         rank needs memory for the data that it writes for other ranks.
     direct : bool
         Whether writes bypass the cache of the operating system, where the file system allows that.
     sha256 : bool
-        Whether each shard file gets a SHA-256, which `verify` checks. Each block of a file has a
-        CRC-32 in any case.
+        Whether each shard file gets a SHA-256, which `verify` checks. Each block of a file always
+        has a CRC-32.
     fresh : bool or str
-        Whether to ignore the steps that the folder already holds, until this store has saved. Their
-        files stay, and `history` still selects them. A program that may be restarted should pass
-        True at its first start only, or pass the same text, a name of the run, at every start: a
-        later start with this text continues from the steps of the earlier starts.
+        If True, the store ignores the steps that the folder already holds, until it has saved or
+        restored a step. The files of these steps stay, and `restore` with the argument `history`
+        still reads them. A program that may be restarted should pass True at its first start only,
+        or pass a name of the run (any text) at every start. The first start with a name ignores the
+        older steps. Later starts with the same name continue from the steps of the earlier starts.
 
     Notes
     -----
-    A save continues the step that this store restored or saved last. If the folder holds newer
-    steps, for example after ``restore(step=900)``, the save begins a branch. From then on,
-    `restore` and `keep` use the steps of the branch. The other steps stay on the disk, as another
-    history.
+    A saved step follows the step that this store restored or saved last. If the folder holds newer
+    steps, for example after ``restore(step=900)``, the save begins a branch of the saved steps,
+    which is called a history. From then on, `restore` and `keep` use the steps of this branch. The
+    other steps stay on the disk, as another history.
 
     All ranks call every method, and an error on one rank is raised on all ranks. Use the store in a
     ``with`` block, or call `close`.
@@ -136,8 +138,9 @@ class CheckpointStore(Store):
         Parameters
         ----------
         step : int
-            The number of the step, the same on all ranks. Saving the last step again replaces it. A
-            lower number than that of the last step begins a branch.
+            The number of the step, the same on all ranks. Saving the last step again replaces it.
+            If the number is lower than that of the last step, the save begins a new history (branch
+            of the saved steps).
         state : dict
             Nested dicts with string keys. An array that is not a `Shard` must be equal on all ranks
             that have it, and is written only once. This is not checked: use `md.check_replicas`.
@@ -194,7 +197,7 @@ class CheckpointStore(Store):
             The number of the step to restore. None means the newest step that every rank can read:
             damaged steps are skipped, and each is reported once on stderr.
         history : int, optional
-            The number of a history (branch) of the store; None means the newest history.
+            The number of a history (branch of the saved steps); None means the newest history.
         verify : bool
             Whether the data are compared with their checksums.
 
@@ -203,8 +206,9 @@ class CheckpointStore(Store):
         NoCheckpoint
             When the folder holds no good step. The arrays of `like` are then unchanged.
         CheckpointError
-            When the given `step` is damaged, or when `like` belongs to another model. If the text
-            says that arrays may be filled in part, the caller must set their values again.
+            When the given `step` is damaged, or when `like` belongs to another model. If the
+            message says that arrays may hold parts of a step, the caller must set the values of all
+            arrays in `like` again.
         MismatchError
             When `like` is None on some ranks, and not None on others.
         """
@@ -231,9 +235,10 @@ class CheckpointStore(Store):
             return entry and entry.step
 
     def continue_newest(self) -> None:
-        """Let the next save continue the newest committed step, without reading it. Collective.
+        """Record the newest committed step as restored, without reading it. Collective.
 
-        This is for a run whose state has come from other ranks.
+        The next saved step then follows this step. This is for a run whose state has come from
+        other ranks.
         """
         with self._call("continue_newest"):
             self._settle()
@@ -241,10 +246,11 @@ class CheckpointStore(Store):
                 self._line.stand(entry)
 
     def all_steps(self, *, history: int | None = None) -> list[int]:
-        """Return the committed steps of a history (branch), ascending. Collective.
+        """Return the numbers of the committed steps of a history, ascending. Collective.
 
-        None means the newest history. The list includes the steps of older histories that this
-        history continues. Raises NoCheckpoint when the given `history` does not exist.
+        A history is a branch of the saved steps; None means the newest history. The list includes
+        the steps of older histories before the branch. Raises NoCheckpoint when the given `history`
+        does not exist.
         """
         with self._call("all_steps"):
             self._settle()
@@ -252,10 +258,11 @@ class CheckpointStore(Store):
             return by_rank_0(self._comm, "all_steps", partial(self._line.all_steps, number))
 
     def delete(self, step: int, *, history: int | None = None) -> None:
-        """Remove a step, by default of the newest history (branch). Collective.
+        """Remove a step. Collective.
 
-        Raises NoCheckpoint if the step does not exist, and CheckpointError if another job saves to
-        the folder.
+        It is a step of `history`, the number of a branch of the saved steps; None means the newest
+        branch. Raises NoCheckpoint if the step does not exist, and CheckpointError if another job
+        saves to the folder.
         """
         with self._call("delete"):
             self._finish()

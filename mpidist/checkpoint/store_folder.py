@@ -14,7 +14,7 @@ class Place(NamedTuple):
     """The folder of a store, and the objects that saves and restores use with this folder.
 
     Only rank 0 uses `keep` (which steps stay after a save), `lock` (the lock of the folder) and
-    `line` (the step that the next save continues).
+    `line` (which saved step the next saved step follows).
     """
 
     path: str

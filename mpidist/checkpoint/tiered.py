@@ -4,9 +4,10 @@
     LOCAL/ID       | LOCAL/ID           pieces of each rank under the number of the rank
           PATH/step-...                 the shared folder, as `CheckpointStore` writes it
 
-A restarted job continues from the newest step of which all its nodes hold a copy. If no rank has
-shards, the restarted job may have another number of ranks. If the copies cannot be used, the job
-continues from the shared folder, and its first save removes them.
+A restarted job continues from the newest step of which all its nodes hold a copy. If every array is
+whole on its ranks (none is divided into `Shard` parts), the restarted job may have another number
+of ranks. If the copies cannot be used, the job continues from the shared folder, and its first save
+removes the copies.
 """
 
 from __future__ import annotations
@@ -108,8 +109,9 @@ class TieredStore(Store):
     def save(self, step: int, state: Mapping) -> None:
         """Save `state` on the nodes, and begin the save to the shared folder. Collective.
 
-        Returns when all nodes hold the step, or, if one of them cannot, when the shared folder
-        does. If the save to the shared folder fails, the next call of the store raises the error.
+        Returns when all nodes hold the step. If a node cannot hold the step, returns when the
+        shared folder holds it. If the save to the shared folder fails, the next call of the store
+        raises the error.
         """
         if not self._holds:
             self.shared.save(step, state)
@@ -171,9 +173,14 @@ class TieredStore(Store):
     ):
         """Restore a step and return (step, state), as `CheckpointStore.restore` does. Collective.
 
-        The state is read from the nodes' copies if all nodes hold a copy of the wanted step (by
-        default the newest), `history` is None, each rank runs on the node on which it saved, and
-        `like` has the arrays that it saved. Otherwise it is read from the shared folder.
+        The state is read from the nodes' copies if these conditions hold:
+
+        - All nodes hold a copy of the wanted step, by default of the newest step.
+        - `history` is None.
+        - Each rank runs on the node on which it saved the step.
+        - `like` has the same arrays as the state that this rank saved.
+
+        Otherwise the state is read from the shared folder.
         """
         with self._call("restore"):
             self.wait()
@@ -205,11 +212,18 @@ class TieredStore(Store):
         return self.shared.latest_step()
 
     def continue_newest(self) -> None:
-        """Let the next save continue the newest committed step, without reading it. Collective."""
+        """Record the newest committed step as restored, without reading it. Collective.
+
+        The next saved step then follows this step.
+        """
         self.shared.continue_newest()
 
     def all_steps(self, *, history: int | None = None) -> list[int]:
-        """Return the committed steps of a history in the shared folder, ascending. Collective."""
+        """Return the numbers of the committed steps in the shared folder, ascending. Collective.
+
+        They are the steps of `history`, the number of a branch of the saved steps; None means the
+        newest branch.
+        """
         return self.shared.all_steps(history=history)
 
     def delete(self, step: int, *, history: int | None = None) -> None:

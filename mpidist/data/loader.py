@@ -137,8 +137,9 @@ class Loader:
     def take(self, indices: np.ndarray, meanwhile: Callable[[], object] | None = None) -> Batch:
         """Return the samples at `indices`, without bad records.
 
-        Raises `Starved` if the thread takes too long, or the exception of the source.
-        ``meanwhile()`` is called repeatedly while this method waits for the thread.
+        Raises `Starved` if the thread that reads ahead takes too long for this batch. If the source
+        raises an exception, this method raises it. ``meanwhile()`` is called repeatedly while this
+        method waits for the thread.
         """
         began = time.perf_counter()
         try:

@@ -46,9 +46,10 @@ class Layouts:
         self._masks, self._frame = np.zeros((1, 1), "<u8"), np.ones((1, 1), "<u8")
 
     def kinds(self, lengths: np.ndarray) -> np.ndarray:
-        """Guess the layouts of messages from their lengths; return the numbers of the layouts.
+        """Guess the layouts of messages from their lengths; return an index in `spans` for each.
 
-        The number is 0 if the length is new.
+        The layout of a message is where its values are. The guess is the layout of the last message
+        of the same length, or 0 (unknown) if the length is new.
         """
         numbers = map(self.latest.get, lengths.tolist(), itertools.repeat(0))
         return np.fromiter(numbers, np.int64, len(lengths))
@@ -67,8 +68,8 @@ class Layouts:
     def of(self, data: bytes, decoded: Callable[[bytes], tuple]) -> np.ndarray:
         """Return where the values lie in the message `data`, as spans (begin, end).
 
-        For an unknown layout, ``decoded(data)`` is called. It must return the spans of the values,
-        and those of all bytes that may differ in this layout.
+        For an unknown layout, ``decoded(data)`` is called. It must return two lists of spans: those
+        of the values, and those of all bytes that may differ between messages with this layout.
         """
         padded = np.frombuffer(bytes(8) + data, np.uint8)
 
@@ -107,7 +108,10 @@ class Layouts:
 
 
 def between(spans: Sequence[Span], stop: int) -> list[Span]:
-    """Return the ranges of the numbers 0 to `stop` between `spans`; ValueError if spans overlap."""
+    """Return the gaps in the range from 0 to `stop` that none of the `spans` covers.
+
+    Raises ValueError if two spans overlap.
+    """
     gaps, at = [], 0
     for low, high in sorted([*spans, (stop, stop)]):
         if low < at and high > low:

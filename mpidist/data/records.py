@@ -51,8 +51,9 @@ def content(source) -> Content:
 def readable(source) -> bool:
     """Return whether a record of `source` may be read before the run.
 
-    A source with the attribute ``remote`` may be read if ``remote`` is false. Other lists, tuples
-    and sources of mpidist may be read, except a `Stream`, because its last record is expensive.
+    A source with the attribute ``remote`` may be read if ``remote`` is false. Without this
+    attribute, only lists, tuples and mpidist's own sources may be read. A `Stream` may not be read,
+    because the last record comes only after all others.
     """
     while True:
         remote = getattr(source, "remote", None)

@@ -5,9 +5,10 @@ key: the record at position k of an epoch is ``Bijection(count, key)(k)``.
 
     a number of 2b bits    left | right    8 rounds: left, right = right, left ^ hash(right, key)
 
-Each of the 8 Feistel rounds can be inverted, so together they are a bijection of [0, 4^b), where b
-is the smallest number for which 4^b >= count. A result outside [0, count) goes through all rounds
-again (cycle walking), on average at most 4 times.
+Here b is the smallest number of 1 or more for which 4^b >= count. A position is a number of 2b
+bits: `left` is its upper half, and `right` its lower half. Each of the 8 Feistel rounds can be
+inverted, so together they are a bijection of [0, 4^b). A result outside [0, count) goes through all
+rounds again (cycle walking), on average at most 4 times.
 
 References: Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom
 functions", SIAM Journal on Computing 17(2), 1988 (the rounds, from Feistel); Black and Rogaway,

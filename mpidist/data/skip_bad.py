@@ -44,9 +44,10 @@ class Batch(NamedTuple):
 
 
 class BadRecordFilter:
-    """Takes the good samples of a source, from one thread at a time.
+    """Takes samples from a source, and leaves out bad records.
 
-    With `finite`, a sample with a NaN or an infinity counts as a bad record.
+    Only one thread at a time may call its methods. With `finite`, a sample with a NaN or an
+    infinity counts as a bad record.
     """
 
     def __init__(self, source: Source, finite: bool = False):

@@ -87,7 +87,8 @@ class Derived:
     function : callable
         Gets the arrays of a batch as arguments, and returns a tuple of arrays with the same first
         axis. The result for a sample must not depend on the other samples. The function may run in
-        another thread, and its exception makes a sample a bad record.
+        another thread. A sample for which it raises an exception counts as a bad record, which is
+        skipped.
     """
 
     def __init__(self, source: Source, function: Callable[..., tuple]):
@@ -152,8 +153,8 @@ class Stream(_OneByOne):
     make : callable
         Returns a new iterable with the same samples each time.
     count : int
-        Number of samples of an epoch. If the iterable has fewer, the missing samples are bad
-        records.
+        Number of samples of an epoch. If the iterable has fewer, each missing sample counts as a
+        bad record, which is skipped.
     """
 
     def __init__(self, make: Callable[[], Iterable], count: int):

@@ -15,7 +15,7 @@ from .plain_file import export_step, partial_of, put_in_place
 
 
 def export(comm, path, out, *, step: int | None = None) -> int:
-    """Write one step of the store at `path` to the new file `out`; return the step's number.
+    """Write one checkpoint of the store at `path` to the new file `out`; return its step number.
 
     Collective over `comm`. All ranks together write an HDF5 file if h5py was built with parallel
     HDF5. Otherwise rank 0 alone writes the file.
@@ -25,7 +25,7 @@ def export(comm, path, out, *, step: int | None = None) -> int:
     out : path-like
         A new file; its suffix is .h5, .hdf5, .npz or .safetensors.
     step : int, optional
-        The step to export; None means the newest good step.
+        The number of the step to export. If it is None, the newest good step is exported.
     """
 
     def check_arguments() -> dict:

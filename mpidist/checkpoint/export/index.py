@@ -1,4 +1,4 @@
-"""Write ``index.h5`` into the folder of a step: an HDF5 file in which each saved array is whole.
+"""Write ``index.h5`` into the folder of a step: an HDF5 file that shows each array whole.
 
 The shard files of a step have the arrays in parts. In the index, each array is one virtual dataset,
 which refers to these parts.
@@ -41,10 +41,11 @@ NAME = "index.h5"
 
 
 def index(path, step: int | None = None, history: int | None = None) -> tuple[int, Path]:
-    """Write the index of a step: an HDF5 file in which each saved array is whole.
+    """Write the index of a step: an HDF5 file in which other programs find each array whole.
 
-    By default, this is the newest good step. Returns the step and the path of the index. An
-    existing index is replaced. Raises the same errors as `mpidist.load`.
+    The index refers to the parts of the arrays in the step's own files. By default, the step is the
+    newest good one. Returns the step and the path of the index. An existing index is replaced.
+    Raises the same errors as `mpidist.load`.
     """
     path = checked_path("path", path)
     entry, _ = load.newest_good(path, step, history, partial(_write, path))

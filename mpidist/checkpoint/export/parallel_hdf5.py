@@ -27,9 +27,9 @@ AT_ONCE = 2**30
 
 
 def export_by_all(comm, path: str, target: Path, step: int | None) -> int:
-    """Write one step of the store at `path` to the new file `target`; return the step's number.
+    """Write one checkpoint of the store at `path` to the new file `target`; return its number.
 
-    Collective over `comm`. If `step` is None, the newest good step is written.
+    Collective over `comm`. If `step` is None, the newest good checkpoint is written.
     """
     number, tensors, state = _read(comm, path, step)
     rows = {p: (leaf.array, leaf.start) for p, leaf in leaves(state) if isinstance(leaf, Shard)}

@@ -35,10 +35,10 @@ def partial_of(out: Path) -> Path:
 
 
 def export_step(path, out, *, step: int | None = None, history: int | None = None) -> int:
-    """Write one step of the store at `path` to the file `out` in one process, without MPI.
+    """Write one checkpoint of the store at `path` to the file `out` in one process, without MPI.
 
-    Returns the number of the step. None means the newest good step, and the newest history
-    (branch).
+    If `step` is None, the newest good step is written. If `history` is None, the step belongs to
+    the newest history (branch of the saved steps). Returns the number of the step.
     """
     out = Path(os.fspath(out))
     check(out)
@@ -96,14 +96,19 @@ def _escaped(key: str) -> str:
 
 
 def extras_text(extras: Mapping[str, object], dtypes: Mapping[str, str]) -> str:
-    """Return the JSON text for the entry ``__extras__``: values and original dtypes of arrays."""
+    """Return the JSON text for the entry ``__extras__`` of a file.
+
+    `extras` are the values that are not arrays. `dtypes` has the original dtypes of the arrays that
+    were converted to integers.
+    """
     return json.dumps({"values": extras, "dtypes": dtypes})
 
 
 def named(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Convert arrays with dtypes that HDF5 or NumPy lacks to integers with the same bits.
 
-    Returns all arrays by name, and the original dtype of each converted array by name.
+    Returns two dicts whose keys are names of arrays: all arrays, and the original dtypes of the
+    converted arrays.
     """
     result, dtypes = {}, {}
     for name, array in arrays.items():

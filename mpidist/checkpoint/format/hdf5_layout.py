@@ -43,7 +43,10 @@ _MANTISSA = {2: 10, 4: 23, 8: 52}
 
 
 def place(nbytes: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the offsets of parts of `nbytes` bytes in a shard file, and the end of the last."""
+    """Return the offset of each part of an array in a shard file, and the end of the last part.
+
+    `nbytes` has the number of bytes of each part.
+    """
     padded = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     ends = np.add.accumulate(np.concatenate([[_DATA], padded]))
     return ends[:-1], int(ends[-1])

@@ -101,12 +101,20 @@ class Table(NamedTuple):
 
 
 def numbers(rows: np.ndarray) -> bytes:
-    """Return the bytes with which a shard's table file lists the parts of arrays in `rows`."""
+    """Return the integers of the piece table `rows` as bytes, without the column `FILE`.
+
+    Each row describes a part of an array in a shard file. A table file holds these bytes after its
+    first line.
+    """
     return np.delete(rows, piece_table.FILE, axis=1).astype("<i8").tobytes()
 
 
 def encode_head(file: File, count: int, data: bytes) -> bytes:
-    """Return the first line of a shard's table file, which describes the bytes `data` after it."""
+    """Return the first line of a table file, the file that lists the parts in one shard file.
+
+    The line describes the shard `file`, the number `count` of its parts, and the rest of the table
+    file, `data`.
+    """
     head = {"format": TABLE, "version": VERSION}
     body = {**file._asdict(), "crc32": list(file.crc32), "pieces": count, "bytes": len(data)}
     return encode_digested({**head, **body, "numbers": hashlib.sha256(data).hexdigest()}, "digest")
@@ -118,7 +126,7 @@ def table_name(shard: str, suffix: str = ".table") -> str:
 
 
 def check_head(head: bytes, block: int, digest: bytes) -> Table:
-    """Check the first line of a shard's table; return the manifest's entry for this table.
+    """Check the first line of a shard's table file; return the manifest's entry for this file.
 
     Raises Damaged unless the shard is complete.
     """
@@ -149,8 +157,8 @@ def encode(
 ) -> bytes:
     """Return the bytes of MANIFEST.json, which depend only on the arguments.
 
-    `block` is the number of bytes for which a file has a checksum. `extras` are the (path, value)
-    pairs of the values that are not arrays.
+    A shard file has one checksum for every `block` bytes. `extras` has a (path of keys, value) pair
+    for each value that is not an array.
     """
     body = {"format": FORMAT, "version": VERSION, "step": step, "block": block, "writers": writers}
     body["tables"] = [table._asdict() for table in tables]
@@ -191,7 +199,7 @@ def version_of(body: dict, form: str, name: str) -> int:
 
 
 def manifest_of(body: dict, listed: list[File], tensors: list[Fact], rows: list) -> Manifest:
-    """Return the Manifest of a decoded JSON `body`; `rows` are tables of parts of tensors."""
+    """Return the Manifest of a decoded JSON `body`; `rows` is a list of tables of tensor parts."""
     table = piece_table.joined(rows, max([1, *(len(tensor.shape) for tensor in tensors)]))
     table = table[np.argsort(table[:, piece_table.TENSOR], kind="stable")]
     step, block = integer_of(body["step"]), integer_of(body["block"], 1)
@@ -201,7 +209,11 @@ def manifest_of(body: dict, listed: list[File], tensors: list[Fact], rows: list)
 
 
 def listed_shard(body: dict, table: Table, suffix: str) -> File:
-    """Return the size and checksums of the shard from the first line of its `table`."""
+    """Return the name, size and checksums of a shard file.
+
+    `body` is the decoded first line of a table file, the file that lists the parts in the shard.
+    `table` is the manifest's entry for this table file. Raises Damaged.
+    """
     version_of(body, TABLE, table.name)
     file = file_of(body)
     if table_name(file.name, suffix) != table.name:

@@ -44,7 +44,10 @@ def axes(rows: np.ndarray) -> int:
 
 
 def joined(tables: Sequence[np.ndarray], dims: int = 1) -> np.ndarray:
-    """Return one table with all rows of `tables`, and columns for `dims` or more axes."""
+    """Return one table with all rows of `tables`.
+
+    It has columns for as many axes as the widest of `tables`, and for at least `dims` axes.
+    """
     dims = max([dims, *map(axes, tables)])
     out = blank(sum(map(len, tables)), dims)
     at = 0
@@ -106,8 +109,8 @@ class Grid:
 class Geometry:
     """The positions of pieces (parts of tensors) in their tensors.
 
-    Positions count through all flattened tensors, laid end to end, and are defined only for pieces
-    inside their tensors.
+    All tensors are flattened and laid end to end; a position is an index into the result. A row of
+    a damaged table may lie outside its tensor, and then has no valid position.
     """
 
     def __init__(self, grid: Grid, rows: np.ndarray):

@@ -75,9 +75,10 @@ def fits(region: Region, shape: Shape) -> bool:
 
 
 def boxes_of(region: Region, shape: Shape) -> list[tuple[int, Box]]:
-    """Cut `region` of an array of `shape` into boxes; return (offset, box) pairs.
+    """Cut a region of an array of shape `shape` into boxes; return (offset, box) pairs.
 
-    The offset counts the elements of the region before the box.
+    A region is a box or a range of the flattened array. The offset is the number of elements of the
+    region that come before the box.
     """
     if not region.size:
         return []

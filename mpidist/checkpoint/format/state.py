@@ -260,7 +260,7 @@ def to_json(value, path: Path = ()):
 
 
 def plain(value, path: Path = ()):
-    """Return a value that is no array as it is after a save and a restore."""
+    """Return what a restore would return for `value`, a saved value that is not an array."""
     return from_json(to_json(value, path))
 
 

@@ -49,8 +49,8 @@ def batches(sizes: Sequence[int]) -> list[int]:
 class Filling:
     """The arrays to fill, and the read items (ranges of bytes of files) that fill them.
 
-    `common` has the paths of the arrays that all ranks want whole, of which each rank reads a part
-    and sends it to all others.
+    `common` has the paths of dict keys of the arrays that all ranks want whole. Each rank reads a
+    part of these arrays, and sends this part to all other ranks.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Filling:
         self.wants = [*own, *self.shared.mine]
 
     def finish(self) -> dict[Path, Any]:
-        """Copy temporary host arrays to their devices; return all filled arrays by path."""
+        """Copy temporary host arrays to their devices; return a dict: path of keys -> array."""
         filled: dict[Path, Any] = {}
         for path, leaf, host in self._leaves:
             if is_device(array_of(leaf)):

@@ -27,7 +27,10 @@ class ReadItem:
         self.left = count
 
     def take(self, at: int, data: np.ndarray) -> None:
-        """Copy `data`, the bytes from position `at` on, to the target; any thread may call this."""
+        """Copy `data`, some of the requested bytes, to the target, beginning at its byte `at`.
+
+        Any thread may call this method.
+        """
         if self.target is not None:
             np.copyto(self.target[at : at + len(data)], data)
         with _counting:
@@ -35,7 +38,10 @@ class ReadItem:
 
 
 class RowReadItem(ReadItem):
-    """A request to read whole rows of an array in a file; only the slices `cut` go to `target`."""
+    """A request to read whole rows of an array from a file, and to copy a part of them.
+
+    The tuple of slices `cut` selects the part that is copied to `target`.
+    """
 
     def __init__(self, file: int, offset: int, shape: tuple[int, ...], cut: tuple, target):
         super().__init__(file, offset, prod(shape) * target.itemsize, target)
@@ -44,7 +50,10 @@ class RowReadItem(ReadItem):
         self._rows: np.ndarray | None = None
 
     def take(self, at: int, data: np.ndarray) -> None:
-        """Store `data`, the bytes of the rows from position `at` on; at the end fill the target."""
+        """Store `data`, the bytes of the rows from byte `at` on.
+
+        The target is filled as soon as all bytes of the rows are stored.
+        """
         with self._lock:
             if self._rows is None:
                 self._rows = np.empty(self.count, np.uint8)

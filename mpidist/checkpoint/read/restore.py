@@ -53,9 +53,10 @@ _FEW = 2048
 class Leaf(NamedTuple):
     """The description of a leaf of the state that a rank wants to fill.
 
-    `shape` is the global shape, or None if the leaf is not an array. `whole` says whether other
-    ranks may read parts of it for this rank. `staged` is the number of bytes of temporary host
-    memory that it needs on its way to a device.
+    `shape` is the global shape, or None if the leaf is not an array. `whole` says whether the rank
+    wants all of the array, so that other ranks may read parts of the array and send them to it.
+    `staged` is the number of bytes of temporary host memory that the array needs on its way to a
+    device.
     """
 
     path: Path
@@ -67,9 +68,10 @@ class Leaf(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """What a rank asks for in a restore: arguments as texts, and descriptions of values to fill.
+    """What a rank asks for in a restore.
 
-    If `leaves` is None, the rank wants all arrays of the step whole.
+    `given` has the arguments of the call as texts. `leaves` describes the values that are to be
+    filled. If `leaves` is None, the rank wants all arrays of the step whole.
     """
 
     given: dict[str, str]
@@ -79,9 +81,10 @@ class Wish(NamedTuple):
 class FoundStep(NamedTuple):
     """A step that all ranks try to read, as rank 0 describes it.
 
-    `common` has the numbers of the tensors that all ranks want whole. `ends` has the ends of the
-    batches of tensors that are filled together. `found` has the positions of all parts of arrays,
-    or None if each rank must ask for those that it wants.
+    `common` has the numbers of the tensors that all ranks want whole. The tensors are filled in
+    batches of successive tensors; `ends` has the number at which each batch ends. `found` has the
+    positions of all stored parts of arrays, or None if each rank must ask for the parts that it
+    wants.
     """
 
     entry: Entry

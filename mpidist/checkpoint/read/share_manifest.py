@@ -26,7 +26,11 @@ _ONE_BY_ONE = 4
 
 
 def wanted(comm, leader, tensors: Sequence[Fact], items: list) -> Layout:
-    """Return what this rank needs of rank 0's manifest to fill `items`. Collective over `comm`."""
+    """Return where the arrays in `items` are stored. Collective over `comm`.
+
+    `items` has (path of dict keys, value) pairs of this rank's state. Rank 0 looks the arrays up in
+    the manifest, which lists all stored parts.
+    """
     number = {tensor.path: place for place, tensor in enumerate(tensors)}
     parts: list[list[Layout]] = []
 
@@ -77,6 +81,9 @@ def _looked_up(
 
 
 def layout_of(found: Manifest, rows: np.ndarray) -> Layout:
-    """Return a `Layout` with the stored parts `rows` and descriptions of their files."""
+    """Return a `Layout`: stored parts of arrays, and descriptions of the files that hold them.
+
+    `rows` are the rows of the manifest's table that describe these parts.
+    """
     numbers = unique_numbers(rows[:, piece_table.FILE]).tolist()
     return Layout(found.block, {number: found.files[number] for number in numbers}, (), rows)

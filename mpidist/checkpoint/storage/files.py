@@ -1,7 +1,7 @@
 """All system calls with which a checkpoint store changes the disk; safe opening of files.
 
-A test can therefore interrupt each of these calls. Names are relative to the descriptor of an open
-folder (`root`, `folder` or `where`), and links are not followed.
+Since all these calls are in this module, a test can interrupt each of them. Names are relative to
+the descriptor of an open folder (`root`, `folder` or `where`), and links are not followed.
 """
 
 from __future__ import annotations
@@ -164,7 +164,10 @@ def paged(count: int) -> np.ndarray:
 
 @contextmanager
 def folder(name: str, root: int | None = None) -> Iterator[int]:
-    """Keep a folder open during the ``with`` block; with `root`, `name` must not be a link."""
+    """Open a folder, yield its descriptor, and close it at the end of the ``with`` block.
+
+    If `root`, an open folder, is given, `name` is a name in it and must not be a link.
+    """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     descriptor = os.open(name, flags | (0 if root is None else os.O_NOFOLLOW), dir_fd=root)
     try:

@@ -111,13 +111,14 @@ class Keep:
     Attributes
     ----------
     newest : int or None
-        The number of good steps of the newest history to keep; None keeps all.
+        How many good steps of the newest history (branch of the saved steps) to keep. None keeps
+        all.
     every : int or None
-        Steps whose number is a multiple of this number are also kept.
+        Steps whose number is a multiple of this number are kept as well.
     bad : set of Entry
-        Damaged steps, which are removed when they are older than all good steps that are kept.
+        Damaged steps. They are removed when they are older than all good steps that are kept.
     verified : Entry or None
-        The newest step that was restored, or whose bytes were all checked, which is kept.
+        The newest step that was restored, or whose bytes were all checked. It is always kept.
     others : bool
         Whether the steps of other histories are kept.
     """
@@ -157,9 +158,9 @@ class Keep:
             self._removing = None
 
     def remove_old(self, path: str, root: int, saved: Entry) -> None:
-        """Remove the old steps that need not be kept after a good step, `saved`, is committed.
+        """Remove the old steps that are not needed any more, now that step `saved` is committed.
 
-        `saved` is always kept, so the last good checkpoint is never removed.
+        `saved` itself is always kept, so the last good checkpoint is never removed.
         """
         self._good.add(saved)
         try:

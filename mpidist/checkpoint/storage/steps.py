@@ -23,9 +23,10 @@ _STEP = re.compile(r"step-([0-9]{12})(?:-h([1-9][0-9]*))?(?:\.([1-9][0-9]*))?", 
 
 
 class Entry(NamedTuple):
-    """The numbers in the name of a step folder, sorted from the oldest to the newest folder.
+    """The numbers in the name of a step folder.
 
-    `generation` counts how often the step was saved again: 0 is the first save.
+    Sorted entries are in the order of the folders' age, the oldest first. `generation` counts how
+    often the step was saved again: 0 is the first save.
     """
 
     history: int

@@ -16,7 +16,8 @@ from .write_plan import Description, Extras
 class Survey(NamedTuple):
     """The leaves of a state: the values in its nested dicts.
 
-    `marks` has the path, dtype, shape and region of each leaf in `arrays`, and `extras` the (path,
+    `marks` describes each leaf in `arrays`: its dict keys, its dtype, the shape of the global array
+    and, for a shard, which part of the global array it is. `extras` has the (path of dict keys,
     value) pairs of all other leaves.
     """
 
@@ -46,7 +47,10 @@ def survey(state: Mapping) -> Survey:
 
 
 def describe(found: Survey) -> Description:
-    """Return the names, dtypes, shapes and regions of a rank's arrays. Raises ConfigError."""
+    """Return the names, dtypes and shapes of a rank's arrays, and the index ranges of its shards.
+
+    Raises ConfigError.
+    """
     dtypes = dict.fromkeys(mark[1] for mark in found.marks)
     names: dict[Any, str] = {dtype: dtype_name(dtype) for dtype in dtypes}
     facts = tuple(Fact(path, names[dtype], shape) for path, dtype, shape, _ in found.marks)

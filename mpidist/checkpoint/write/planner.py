@@ -63,7 +63,8 @@ class _Told(NamedTuple):
 class Leader(NamedTuple):
     """The part of a save's plan that only rank 0 has.
 
-    `pieces` has, for each writing rank, the digest of the table of what it writes.
+    `pieces` has a digest for each rank that writes: a hash of the list of the parts of arrays that
+    this rank writes.
     """
 
     facts: list[Fact]
@@ -115,7 +116,8 @@ class Planner:
     ) -> Begun:
         """Agree with all ranks on a save of `state`, and on a plan. Collective over `comm`.
 
-        ``check()`` returns the number of the step, or raises an error.
+        The caller's function ``check()`` must check the arguments of the save, and return the
+        number of the step.
         """
         found: Survey
         nonce = secrets.randbits(63)

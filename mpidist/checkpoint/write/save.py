@@ -87,7 +87,10 @@ class Save:
             self._root, self._resources = root, stack.pop_all()
 
     def write(self) -> None:
-        """Write this rank's shard and its table, from any thread; `finish` raises an error."""
+        """Write this rank's shard file, and the table file that lists the parts in it.
+
+        Any thread may call this method. If it fails, `finish` raises the error.
+        """
         try:
             if not self._begun.plan.work.writes and self._outcome is None:
                 # This rank does not open the folder, which rank 0 may have renamed already.

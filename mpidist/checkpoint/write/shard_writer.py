@@ -1,7 +1,7 @@
 """Write the shard of a rank: an HDF5 file with parts of the state, and a table of these parts.
 
-The table of a shard appears only when both are on stable storage. A process that sees it can
-therefore read the whole shard, without a message from the writer.
+The table gets its final name only when the shard and the table are on stable storage. So a process
+that sees the table can read the whole shard, without a message from the writer.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class WriteOptions(NamedTuple):
 
 
 def copied(work: Work, views: Sequence[Elements], memory: Memory) -> list[Elements]:
-    """Copy the parts of arrays that this rank saves into `memory`; return the copies as bytes."""
+    """Copy into `memory` the parts of arrays that this rank will save; return them as bytes."""
     copies = memory.room(work.given_bytes)
     for given, copy in zip(views, copies, strict=True):
         view = given() if callable(given) else given  # a function returns a copy already
@@ -98,7 +98,7 @@ def piece_views(work: Work, arrays: Sequence) -> list[Elements]:
 
 
 def receive_buffers(work: Work, rank: int, inbox: Memory) -> list[np.ndarray]:
-    """Return a buffer for each part of an array that `rank` writes and another rank sends."""
+    """Return a buffer for each part of an array that `rank` receives and then writes to disk."""
     sizes = zip(work.holders, work.written_bytes, strict=True)
     return inbox.room([nbytes for holder, nbytes in sizes if holder != rank])
 

@@ -39,8 +39,9 @@ Extras = tuple[tuple[Path, object], ...]
 class Description(NamedTuple):
     """The arrays of one rank, without their data.
 
-    `sharded` says of which of the tensors `facts` the rank holds a shard. `shards` is a table (see
-    `piece_table`) of the index ranges of the shards.
+    `facts` describes the rank's tensors (global arrays). For each of them, `sharded` says whether
+    the rank holds only a shard. `shards` is a table (see `piece_table`) of the index ranges of the
+    shards.
     """
 
     facts: tuple[Fact, ...]
@@ -51,8 +52,9 @@ class Description(NamedTuple):
 class Tensors(NamedTuple):
     """The tensors of all ranks, and which ranks hold which tensors.
 
-    Ranks that hold the same tensors are of one kind. `kinds` has, for each kind, the indices of its
-    tensors in `facts`, and which of them are sharded. `kind_of` has the kind of each rank.
+    `facts` is a list that describes all tensors. Ranks that hold the same tensors are of one kind.
+    For each kind, `kinds` has the indices of its tensors in `facts`, and says which of these
+    tensors are sharded. `kind_of` has the number of the kind of each rank.
     """
 
     facts: list[Fact]
@@ -61,7 +63,10 @@ class Tensors(NamedTuple):
 
 
 def agree(all_ranks: Sequence[Description]) -> Tensors:
-    """Return the tensors of all ranks, merged from the descriptions. Raises MismatchError."""
+    """Merge the descriptions that all ranks give of their arrays; return the tensors of all ranks.
+
+    Raises MismatchError if two ranks describe a tensor differently.
+    """
     tensors: dict[Path, tuple[int, tuple]] = {}
     kinds: dict[tuple, int] = {}
     kind_of: list[int] = []
@@ -94,7 +99,7 @@ def agree_on_extras(all_ranks: Sequence[Extras]) -> Extras:
 
 
 def check_names(facts: Sequence[Fact], extras: Sequence[Path]) -> None:
-    """Raise an error if one path is an array on some rank, and something else on another."""
+    """Raise an error if the same keys lead to an array on one rank and a plain value on another."""
     both = sorted(show(path) for path in {fact.path for fact in facts}.intersection(extras))
     if both:
         raise MismatchError(f"save: {both} are arrays on some ranks and plain values on others")
@@ -125,8 +130,8 @@ def _same(rank: int, path: Path, value, known: dict, tell) -> None:
 def writers_of(writers: str | int, nodes: Sequence[int]) -> list[int]:
     """Return, for each rank, the rank that writes its data; `nodes` has the node of each rank.
 
-    With "all" each rank writes, with "node" the first rank of each node, and with a number so many
-    evenly spaced ranks.
+    If `writers` is "all", each rank writes. If it is "node", the first rank of each node writes. If
+    it is a number, this number of evenly spaced ranks write.
     """
     size = len(nodes)
     if writers == "all":
@@ -138,9 +143,11 @@ def writers_of(writers: str | int, nodes: Sequence[int]) -> list[int]:
 
 
 class Share(NamedTuple):
-    """The parts of arrays that a rank gives to the writing rank `to`, and the parts it writes.
+    """Which parts of arrays a rank gives to the rank that writes them, and which parts it writes.
 
-    In these tables of `piece_table`, the column `FILE` has the rank that holds the part.
+    `gives` are the rank's own parts, which the rank `to` writes. `writes` are the parts that the
+    rank itself writes. Both are tables (see `piece_table`) whose column `FILE` has the number of
+    the rank that holds the part.
     """
 
     gives: np.ndarray

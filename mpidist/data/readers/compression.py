@@ -7,7 +7,7 @@
 A point is a copy of the decompressor's state, from which decompression can begin. A file has a
 limited number of points, so the time to read a block grows with the size of the files.
 
-J.-L. Gailly, M. Adler, zran.c in zlib's examples; RFC 1950 to 1952.
+References: J.-L. Gailly, M. Adler, zran.c in zlib's examples; RFC 1950 to 1952.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ class _Cursor:
 
 
 class DecompressionCache:
-    """A cache of decompressed blocks, which the `files` compressed files of a data set share."""
+    """A cache of decompressed blocks, which all compressed files of a data set share.
+
+    `files` is the number of files of the data set.
+    """
 
     def __init__(self, files: int):
         self.points = max(1, _POINTS // files)  # of each file
@@ -151,7 +154,10 @@ class Compressed:
         return block
 
     def unpack(self, number: int) -> bytes:
-        """Return block `number` of the decompressed data; only a part if the file has changed."""
+        """Return block `number` of the decompressed data.
+
+        If the file has changed since `pieces` read it, the result may be shorter than the block.
+        """
         start = number * _BLOCK
         stop = min(start + _BLOCK, self.size)
         point = start - start % self._spacing

@@ -9,7 +9,7 @@ Both are messages of Protocol Buffers. A message is a sequence of fields, and a 
 ``number << 3 | kind``, followed by a value. An unknown kind, or a length beyond the end of the
 message, raises a ValueError.
 
-Protocol Buffers, "Encoding"; tensorflow/core/example/{example,feature}.proto.
+References: Protocol Buffers, "Encoding"; tensorflow/core/example/{example,feature}.proto.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def varint(data: bytes, at: int, stop: int) -> tuple[int, int]:
 
 
 def fields(data: bytes, span: Span) -> Iterator[tuple[int, int, Span]]:
-    """Yield (number, kind, span) for each field of a message that lies at `span` in `data`.
+    """Yield (number, kind, span of the value) for each field of a Protocol Buffers message.
 
-    A span is a (begin, end) in bytes, here of the field's value.
+    The argument `span` says where the message lies in `data`. A span is a (begin, end) in bytes.
     """
     at, stop = span
     while at < stop:
@@ -59,9 +59,10 @@ def fields(data: bytes, span: Span) -> Iterator[tuple[int, int, Span]]:
 
 
 def layout(data: bytes) -> dict[str, tuple[int, list[tuple[int, Span]]]]:
-    """Return a dict: name of a feature -> (type of its list, [(kind, span) of each value]).
+    """Return a dict: name of a feature -> (type, [(kind, span) of each value]).
 
-    A span is the (begin, end) of a value in `data`.
+    The type says whether the values are bytes (1), floats (2) or integers (3). The kind of a value
+    says how it is encoded. A span is the (begin, end) of a value in `data`.
     """
     found: dict[str, tuple[int, list[tuple[int, Span]]]] = {}
     for name, feature in _entries(data, 1):

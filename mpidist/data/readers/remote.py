@@ -150,7 +150,7 @@ def _make_own(folder: Path) -> None:
 
 
 def cached_name(url: str) -> str:
-    """Return the file name of the copy of `url`, which is readable and unique for the URL."""
+    """Return the file name of the copy of `url`: a digest of the URL, and a readable part of it."""
     name = PurePosixPath(url.partition("?")[0]).name or "data"
     readable = re.sub(r"[^A-Za-z0-9._-]", "_", name)[-100:]
     return f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{readable}"

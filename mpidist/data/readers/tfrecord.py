@@ -5,7 +5,7 @@
 The checksums are "masked": a CRC-32C is rotated, and a constant is added. A file that is compressed
 by gzip or zlib is decompressed once to find its records.
 
-TensorFlow, "TFRecord and tf.train.Example" and tensorflow/core/lib/hash/crc32c.h.
+References: TensorFlow, "TFRecord and tf.train.Example"; tensorflow/core/lib/hash/crc32c.h.
 """
 
 from __future__ import annotations
@@ -172,8 +172,9 @@ class TFRecords:
         return [data[start:stop].tobytes() for start, stop in bounds]
 
     def lay(self, indices: Sequence[int] | np.ndarray, room: np.ndarray | None = None) -> Laid:
-        """Read the records at `indices` into one array, check them, and return them as `Laid`.
+        """Read and check the records at `indices`; return one array of bytes with all of them.
 
+        The returned `Laid` also says where in the array the data of each record begin and end.
         Raises BadRecord for a damaged record.
         """
         indices = np.asarray(indices, np.int64)

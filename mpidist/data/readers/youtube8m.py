@@ -4,7 +4,7 @@
 
 The labels of a video are the indices of its entities, which are topics.
 
-S. Abu-El-Haija et al., "YouTube-8M: a large-scale video classification benchmark", 2016,
+Reference: S. Abu-El-Haija et al., "YouTube-8M: a large-scale video classification benchmark", 2016,
 arXiv:1609.08675.
 """
 
@@ -174,7 +174,8 @@ def mark_entities(records: Laid, spans: np.ndarray, indices, labels: np.ndarray)
 def packed_span(found: Mapping, name: str, kind: int) -> example.Span:
     """Return the (begin, end) in bytes of a feature's values; both are equal if there are none.
 
-    Raises ValueError if there is no such packed feature.
+    A feature is packed if all its values are in one run of bytes. Raises ValueError if the feature
+    is missing, has another type than `kind`, or is not packed.
     """
     got, parts = found.get(name, (0, []))
     if got != kind or len(parts) > 1 or any(wire != 2 for wire, _ in parts):

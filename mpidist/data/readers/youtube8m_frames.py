@@ -3,7 +3,8 @@
     TFRecord files   SequenceExample   context: id, labels   feature_lists: rgb, audio
                      a video of 3      frames (5, 1024 + 128) uint8: 3, and 2 of zeros; 3; (3862,)
 
-Each byte of a frame stands for a number from -2 to 2.
+The second line shows a sample that is padded to 5 frames: an array with 3 frames and 2 frames of
+zeros, the number 3, and the labels. Each byte of a frame stands for a number from -2 to 2.
 
 References: Abu-El-Haija et al., "YouTube-8M: a large-scale video classification benchmark", 2016,
 arXiv:1609.08675; the function "Dequantize" in YouTube-8M's starter code.
@@ -101,7 +102,10 @@ class YouTube8MFrames(Videos):
 
 
 def mean_frames(frames: np.ndarray, counts: np.ndarray, labels: np.ndarray) -> tuple:
-    """Return the mean of each video's frames, as float32 (n, bytes) from -2 to 2, and the labels.
+    """Return the mean of the frames of each video, and the labels.
+
+    The means are float32 numbers from -2 to 2, in a row for each video with a column for each byte
+    of a frame.
 
     Pass `mean_frames` to `Derived`, a source that computes its samples from another source.
     """
@@ -117,8 +121,9 @@ def youtube8m(
 ) -> tuple[Source, Source]:
     """Return (train, test) sources from names of files, or patterns such as ``train*.tfrecord``.
 
-    If `frames` is None, the files must be video-level files. If it is a number, they must be
-    frame-level files, and a sample is the mean of at most the first `frames` frames of a video.
+    If `frames` is None, the files must have video-level records: one vector of features for each
+    video. If it is a number, they must have frame-level records: features of each second of a
+    video. A sample is then the mean of at most the first `frames` frames of a video.
     """
 
     def opened(patterns):
