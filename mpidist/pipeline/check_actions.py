@@ -1,9 +1,9 @@
 """Prove that the lists of actions (computations and messages) of a pipeline are right.
 
 Nothing is computed or sent: the check plays through the lists of all ranks with the rules of MPI. A
-message has arrived when the sender has begun the send and the receiver has begun the receive.
-Between two ranks, sends and receives must begin in the same order, for each pair of neighbouring
-chunks (groups of consecutive layers) and each direction.
+message has arrived when the sender has begun the send and the receiver has begun the receive. A
+chunk is a group of consecutive layers. For each boundary between two chunks and each direction, the
+sends and the receives must begin in the same order.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class ActionFacts(NamedTuple):
         For each rank, the largest number of (chunk, microbatch) pairs whose data the rank keeps at
         the same time. A chunk is a group of consecutive layers.
     versions : dict of (chunk, microbatch) -> int
-        The number of updates before the forward pass, if each backward pass updates the weights.
-        The backward pass must use the same weights as the forward pass.
+        The number of updates that the rank has made before this forward pass, if the rank updates
+        its weights after each backward pass. The backward pass of the pair must use the same
+        weights as its forward pass.
     versions_kept : list of int
         For each rank, the largest number of versions of its weights that the rank needs at the same
         time.
@@ -53,7 +54,7 @@ class ActionFacts(NamedTuple):
 def check_actions(
     lists: Sequence[Sequence[StageAction]], *, chunks: int | None = None, blocking: bool = False
 ) -> ActionFacts:
-    """Check the computations and messages of a pipeline's ranks; return what they must keep.
+    """Check the action lists of a pipeline's ranks; return how much data the ranks must keep.
 
     In right lists, every microbatch goes once forward and once backward through every chunk (group
     of consecutive layers), each message has a sender and a receiver, and the ranks never wait for
@@ -109,13 +110,13 @@ def _check_complete(lists, p: int, chunks: int) -> None:
 
 
 def sender_of(one: StageAction, p: int) -> tuple[int, StageAction]:
-    """Return the sending rank and its send, for the receive `one`."""
+    """Return the rank that sends what a receive gets, and its send. The receive is `one`."""
     kind, other = (SEND_F, one.chunk - 1) if one.kind == RECV_F else (SEND_B, one.chunk + 1)
     return other % p, StageAction(kind, other, one.microbatch)
 
 
 def receiver_of(one: StageAction, p: int) -> tuple[int, StageAction]:
-    """Return the receiving rank and its receive, for the send `one`."""
+    """Return the rank that gets what a send sends, and its receive. The send is `one`."""
     kind, other = (RECV_F, one.chunk + 1) if one.kind == SEND_F else (RECV_B, one.chunk - 1)
     return other % p, StageAction(kind, other, one.microbatch)
 
@@ -138,7 +139,7 @@ def _check_order_of_messages(lists, p: int) -> None:
 
 
 def needed_before(one: StageAction, chunks: int) -> list[StageAction]:
-    """Return what a rank must have computed or received before it does `one`."""
+    """Return the actions of a rank that must end before the action `one` of this rank begins."""
     kind, chunk, i = one
     if kind == F:
         return [StageAction(RECV_F, chunk, i)] if chunk else []

@@ -25,7 +25,7 @@ def cut_sets(profile: LayerProfile, most: int = MOST_SETS) -> tuple[np.ndarray, 
     sets : array (sets, layers) of bool
         The sets in order of size, from the empty set to the set of all layers.
     exact : bool
-        Whether `sets` contains all downward closed sets of the model's layers.
+        Whether `sets` has all sets of layers after which the model may be cut.
     """
     n = len(profile.layers)
     needs = [0] * n

@@ -167,7 +167,8 @@ SCHEDULES: dict[str, Callable[[int, int, int], list[list[StageAction]]]] = {
 def with_messages(order: list[StageAction], chunks: int, ahead: int = AHEAD) -> list[StageAction]:
     """Return a rank's computations (`order`), together with their sends and receives.
 
-    A receive begins `ahead` computations before the computation that needs its data.
+    `ahead` is a number of computations: a receive begins so many computations before the one that
+    needs the data.
     """
     needs = {F: (RECV_F, 0), B: (RECV_B, chunks - 1), I: (RECV_B, chunks - 1)}
     gives = {F: (SEND_F, chunks - 1), B: (SEND_B, 0), I: (SEND_B, 0)}

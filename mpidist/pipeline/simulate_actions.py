@@ -34,7 +34,11 @@ class ChunkCost(NamedTuple):
     input_share: float = 0.5
 
     def seconds(self, kind: str) -> float:
-        """Return the seconds of a computation of this kind, which is a letter such as F or B."""
+        """Return the seconds of a computation.
+
+        `kind` is F (forward pass), B (backward pass), I (only the gradient of the input) or W (only
+        the gradients of the weights).
+        """
         share = {B: 1.0, I: self.input_share, W: 1.0 - self.input_share}
         return self.forward if kind == F else self.backward * share[kind]
 
@@ -97,7 +101,7 @@ def simulate_placed(
     network: NetworkModel,
     holder: Callable[[int, int], int],
 ) -> SimulatedRun:
-    """Estimate the time of a pipeline as `simulate_actions` does, but without a check.
+    """Estimate the time of a pipeline as `simulate_actions` does, but do not check the lists.
 
     The stages may have several replicas.
     """
@@ -112,7 +116,7 @@ def simulate_placed(
     leaves, enters, spans = [0.0] * p, [0.0] * p, list[Span]()
 
     def transfer(receive: StageAction, rank: int) -> None:
-        """Note when a message arrives, if both its send and its receive have begun."""
+        """Compute when a message arrives, once both its send and its receive have begun."""
         send = sender_of(receive, p)[1]
         source = holder(send.chunk, send.microbatch)
         if receive in begun and send in begun:

@@ -1,9 +1,9 @@
 """Cut a profiled model into the stages of a pipeline, and give each stage its number of replicas.
 
-Each of the r replicas of a stage takes every r-th microbatch. The layers of a stage compute for C
-seconds, a is the number of bytes of the messages over the two cuts beside the stage, W the number
-of bytes of its parameters, and B the bandwidth in bytes per second. The stage needs this time for a
-microbatch:
+Each of the r replicas of a stage takes every r-th microbatch. C is the time in seconds in which one
+worker computes a microbatch with the layers of the stage. `a` is the number of bytes that cross the
+cuts before and behind the stage in a forward pass. W is the number of bytes of the stage's
+parameters, and B is the bandwidth in bytes per second. The stage needs this time for a microbatch:
 
     overlap     max(C, (a + 2 (r - 1) / r W) / B) / r     messages travel while the stage computes
     serial      (C + (a + 2 (r - 1) / r W) / B) / r       the stage waits for messages
@@ -121,8 +121,9 @@ def cut(
         time; for each of these, it needs the bytes of its parameters and of all outputs of its
         layers.
     cost : "overlap", "serial" or "pipedream"
-        How the time of a stage is computed from its layers and messages: whether messages travel
-        while the stage computes or not, or by the formula of PipeDream's program.
+        Which formula gives the time of a stage. "overlap": messages travel while the stage
+        computes. "serial": the stage waits for messages. "pipedream": the formula of PipeDream's
+        program, which ignores the messages between stages.
     evaluate : bool
         Whether to keep the stages that the profile names (``stage_id``), and to choose only the
         number of workers of each.

@@ -142,7 +142,10 @@ class PipelineGrid:
     def passes(
         self, rank: int, empty_at: int, start: int, stop: int, drain: bool
     ) -> list[StageAction]:
-        """Return a rank's actions while microbatches `start` to `stop` - 1 enter ("pipedream")."""
+        """Return a rank's actions with "pipedream", for the time in which some microbatches enter.
+
+        The microbatches `start` to `stop` - 1 enter the pipeline in this time.
+        """
         stage, replica = self.place(rank)
         return pipedream_order.passes(self.replicas, stage, replica, empty_at, start, stop, drain)
 

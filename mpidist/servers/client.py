@@ -46,11 +46,13 @@ class Client:
     Attributes
     ----------
     versions : list of int
-        For each server, how many updates the values of this worker's newest pull include.
+        For each server, the number of updates that it had made when it answered this worker's
+        newest pull.
     dropped : int
-        How many pushes of this worker the servers have left out, as of its newest pull.
+        How many pushes of this worker the servers had not used (dropped) when they answered its
+        newest pull.
     gaps : Counter
-        For each number n, how many steps this worker began when it was n steps ahead of the slowest
+        ``gaps[n]`` is the number of steps that this worker began n steps ahead of the slowest
         worker.
     group : ServerGroup
         The group that the model belongs to.
@@ -209,11 +211,12 @@ class Client:
             self._ask(PUSH | CLOCK | PULL, wanted, results, pushes, samples, known)
 
     def drop(self, *, unused_for: int) -> int:
-        """Free the rows of open tables that no push has named lately; return their number.
+        """Free the rows that were not used lately; return how many rows were freed.
 
-        An open table is a table whose rows are made by pushes. A row is freed if no push has named
-        it in the last `unused_for` steps that all workers have finished. A later pull of the row's
-        key gets the initial values again. One worker calls `drop`, while the other workers go on.
+        Only rows of open tables, which are made by pushes, are freed. A row is freed if no push has
+        named it in the last `unused_for` steps that all workers have finished. A later pull of the
+        row's key gets the initial values again. One worker calls `drop`, while the other workers go
+        on.
 
         Raises
         ------
@@ -293,8 +296,8 @@ class Client:
 
         All workers of the model must set the same mode in the same step; otherwise all ranks get a
         ProtocolError. The new mode begins with the next step, for all workers and servers, and no
-        push is lost. All workers begin the first step after BSP or SSP(0) with the same parameters.
-        Setting the present mode does nothing. The mode cannot change in elastic runs.
+        push is lost. If the old mode is BSP or SSP(0), all workers begin the new mode with the same
+        parameters. Setting the present mode does nothing. The mode cannot change in elastic runs.
 
         Raises
         ------
@@ -326,8 +329,8 @@ class Client:
         Raises
         ------
         ConfigError
-            The optimizer needs whole tensors (as one of `optim.clipped`), or cannot be sent to the
-            servers.
+            The optimizer needs whole tensors, as the optimizers made by `optim.clipped` do, or it
+            cannot be sent to the servers.
         """
         self._open()
         with GroupCall(self._link, f"set_optimizer of {self.name!r}"):

@@ -77,7 +77,7 @@ class Consistency:
     def gate(
         self, workers: int, server: int = 0, now: Callable[[], float] = time.monotonic
     ) -> ConsistencyGate:
-        """Return the object that decides on server number `server` when workers may go on.
+        """Return the object by which server number `server` decides when workers may go on.
 
         ``now()`` returns the time in seconds, for modes that measure how fast workers are.
         """
@@ -160,8 +160,8 @@ class ConsistencyGate:
     """Decides for one model on one server when gradients are applied and workers answered.
 
     The methods `push`, `tick` (the end of a step), `pull` and `leave` each record an event of a
-    worker. They return the actions (`Apply`, `Drop`, `Answer` or `Do`) that are now allowed, in the
-    order in which the server must carry them out.
+    worker. They return the actions (`Apply`, `Drop`, `Answer` or `Do`) that the server may do now,
+    in the order in which it must do them.
 
     Raises
     ------
@@ -225,7 +225,7 @@ class ConsistencyGate:
         return behind, len(behind)
 
     def push(self, worker: int, item: Any = None, entered: bool = False) -> list[Action]:
-        """Record gradients that `worker` sends; return the updates and answers allowed now."""
+        """Record gradients that `worker` sends; return the actions that the server may do now."""
         # `item` is the push, for the returned actions.
         clock = self._present(worker, "push")
         if self.pushed[worker] == clock:
@@ -248,25 +248,28 @@ class ConsistencyGate:
         return []
 
     def tick(self, worker: int) -> list[Action]:
-        """Record the end of a step of `worker`; return the updates and answers allowed now."""
+        """Record the end of a step of `worker`; return the actions that the server may do now."""
         self._present(worker, "clock")
         self.clocks[worker] += 1
         return self._released()
 
     def pull(self, worker: int, item: Any = None) -> list[Action]:
-        """Record that `worker` asks for parameters; return the answers that are allowed now."""
+        """Record that `worker` asks for parameters; return answers that the server may send now."""
         self._present(worker, "pull")
         self.waiting[worker] = item
         return self._answers()
 
     def leave(self, worker: int) -> list[Action]:
-        """Record that `worker` left or died; return the updates and answers allowed now."""
+        """Record that `worker` left or died; return the actions that the server may do now."""
         self._present(worker, "leave")
         self.live[worker] = False
         return self._released()
 
     def follow(self, decision: Any) -> list[Action]:
-        """Record a decision of the first server; return the updates and answers allowed now."""
+        """Record a decision of the first server; return the actions that this server may do now.
+
+        In some modes, the first server decides for all servers which gradients are used.
+        """
         raise ProtocolError(f"{self.consistency}: no server decides for the others: {decision}")
 
     def _present(self, worker: int, event: str) -> int:

@@ -1,4 +1,4 @@
-"""Send the first server's decisions about which pushes count to the other servers.
+"""The first server decides which pushes are used, and tells the other servers its decisions.
 
     first server    gate.decisions: close round 4 with workers 0, 2 | worker 0 enters round 5
     other servers   gate.follow(decision), in the same order
@@ -22,7 +22,7 @@ from .protocol import DECISION
 
 
 class Decisions:
-    """Sends the first server's decisions about which gradients count to the other servers."""
+    """Tells all other servers the first server's decisions on which gradients are used."""
 
     def __init__(self, link: Link, servers: Sequence[int]):
         # The ranks of all servers.
@@ -39,7 +39,10 @@ class Decisions:
                 self._link.send(words, words.size, rank, DECISION)
 
     def heard(self) -> list[tuple[int, Decision]]:
-        """On the other servers: return the arrived decisions, as (number of a model, decision)."""
+        """Return the first server's decisions that have arrived, as (number of a model, decision).
+
+        All servers except the first one call this method.
+        """
         status, comm, tag = MPI.Status(), self._link.comm, self._link.tag + DECISION
         found = []
         while comm.Iprobe(self._first, tag, status):

@@ -138,8 +138,8 @@ class ServerGroup(OnlineShares):
     ) -> Client | None:
         """Add a model to the servers; return its client, or None on a rank that only serves.
 
-        Collective over the group's `comm`, before the first client is used, or in a `pause`. In a
-        pause, the workers call `add` after `pause`, and the servers call `add` in `on_pause`.
+        Collective over the group's `comm`. Call it before the first client is used. To add a model
+        later, workers call `pause` and then `add`, and servers call `add` in `on_pause` of `serve`.
 
         Parameters
         ----------
@@ -154,10 +154,9 @@ class ServerGroup(OnlineShares):
             Each server applies it to its own parts of the tensors: see ``mpidist.optim``.
         update : "add" or "assign"
             Used instead of an optimizer. "add": servers add pushed values to the present values.
-            "assign": pushed values replace the present values; if several pushes of a step under
-            BSP, or several rows of a push, assign the same row, the last one in the order of the
-            workers counts. A push with ``samples=0`` changes nothing; any other number of samples
-            has the same effect.
+            "assign": pushed values replace the present values. If a row gets several values in a
+            step under BSP, that of the last worker stays, and of several values in a push the last.
+            A push with ``samples=0`` changes nothing; other numbers of samples do not matter.
         consistency : BSP, SSP, DSSP, ASP or BackupWorkers
             The consistency mode, which says when workers wait for each other. BSP by default.
         seed : int
@@ -173,17 +172,17 @@ class ServerGroup(OnlineShares):
             What servers do with gradients computed from old parameters under ASP, SSP and DSSP.
         rows : "dense", "lazy", "open" or OpenRows, or mapping of name to these
             "dense": an update changes all rows of a tensor, with gradient zero in rows that no push
-            names. "lazy": only the named rows change, with the same result if ``optimizer.rows`` is
-            "exact". "open": see `OpenRows`.
+            names. "lazy": only the named rows change; if ``optimizer.rows`` is "exact", the result
+            is that of "dense". "open": see `OpenRows`.
         spread : "ranges" or "rows", or mapping of name to these
             "ranges": a server holds consecutive rows. "rows": servers get the rows in turn.
         server_device : "cpu" or "gpu"
             Where servers keep the optimizer's state and update the parameters. With "gpu", each
             server needs CuPy and a GPU.
         cache_rows : int or RowCache, optional
-            How many rows of each table a worker caches. A pull asks no server for cached rows that
-            have all updates that the mode guarantees in this step. ASP guarantees none, and needs
-            ``md.RowCache(rows, max_age=steps)``. A worker always sees its own pushes.
+            How many rows of each table a worker caches. A pull takes a row from the cache if the
+            cached row is as new as the mode requires in this step. ASP requires nothing, so it
+            needs ``md.RowCache(rows, max_age=steps)``. A worker always sees its own pushes.
         clip_norm : float, optional
             Gradients with a larger global norm (over all tensors) are scaled to this norm: under
             BSP and with backup workers the mean gradient of a step, else each push. An optimizer
@@ -223,7 +222,7 @@ class ServerGroup(OnlineShares):
     def remove(self, name: str) -> None:
         """Remove a model, and free its arrays on the servers. Collective over the group's `comm`.
 
-        Call it before the first client is used, or in a `pause`. Later calls of its client fail.
+        It is allowed at the same times as `add`. Later calls of the model's client fail.
         """
         self._open()
         with self._changes.changing(f"remove {shown(name)}", self._clients):
@@ -323,18 +322,18 @@ class ServerGroup(OnlineShares):
             optimizer's 0-d arrays; ``version``: the number of updates applied; ``clock``: the steps
             that the slowest worker has finished. The arrays are not copies: writing into them
             changes the server's values. Open tables are copies, as (name, keys, 2-D array). Only
-            for them there is ``counts``: for each key the steps since its newest push, and how
-            often it was pushed, or -1 if it has a row.
+            open tables have ``counts``: for each key the steps since its newest push, and the
+            number of its pushes while it has no row, or -1 if it has a row.
         """
         hosted = self._hosted(name)
         return {**hosted.shard.export(), "clock": min(hosted.gate.clocks, default=0)}
 
     def load_shards(self, name: str, saved: Mapping) -> None:
-        """Set parameters, optimizer state and number of updates from saved results of `shards`.
+        """Set parameters, optimizer state and number of updates from results of `shards`.
 
         The arrays in `saved` may come from any number of servers, as long as they cover all
-        elements that this server holds. The workers' clocks do not change, and the ages of pushes
-        start at 0. Call `load_shards` on server ranks, before serving or in a pause.
+        elements that this server holds. The workers' clocks stay, and no push counts as computed
+        from older values. Call `load_shards` on server ranks, before serving or in a pause.
         """
         self._hosted(name).load(saved)
 
@@ -357,12 +356,12 @@ class ServerGroup(OnlineShares):
         """Return a report with the counts of this rank, or of all ranks after the end of the group.
 
         ``shares`` has the fraction of each model that each server should hold. ``models`` has the
-        bytes per server and the imbalance factor (the largest quotient of the bytes of a server and
-        its share of all bytes). ``ranks`` has one dict per rank, with the keys ``rank``,
-        ``server``, ``clients`` (see `Client.stats`) and ``waits`` (the seconds that the rank has
-        waited for servers, for workers, and for all ranks). ``server`` has how many workers waited
-        at once and, per model, the staleness of the pushes, the gaps between the clocks of the
-        workers, and the number of updates.
+        bytes on each server and ``imbalance``: 1.2 if a server has up to 20 % more bytes than its
+        share. ``ranks`` has one dict per rank, with the keys ``rank``, ``server``, ``clients`` (see
+        `Client.stats`) and ``waits`` (the seconds that the rank has waited for servers, for
+        workers, and for all ranks). ``server`` says how often messages of n workers waited at once
+        and, per model, how old pushes were, how many steps workers were ahead of the slowest, and
+        how many updates were made.
         """
         roles = self.server_ranks, self.placement, self.shares
         return {**group_facts(*roles, self._layouts), "ranks": self._everyone or [self._facts()]}

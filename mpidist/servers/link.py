@@ -387,5 +387,5 @@ class Link:
 
 
 def nothing() -> bool:
-    """Return false: the function that waits call on a rank that is not a server."""
+    """Return false: a rank that is not a server has no requests to answer while it waits."""
     return False

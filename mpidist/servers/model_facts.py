@@ -39,7 +39,10 @@ class KeptModel(NamedTuple):
 
 
 class Request(NamedTuple):
-    """The arguments of `ServerGroup.add` on this rank, and what the rank `kept` after a death."""
+    """The arguments of `ServerGroup.add` on this rank.
+
+    After another rank's death, `kept` is what this rank has kept of the model.
+    """
 
     name: str
     model: Mapping
@@ -58,10 +61,11 @@ class Request(NamedTuple):
 
 
 def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, float]] | None]:
-    """Check the arguments of `ServerGroup.add`; return what the ranks compare, and initial values.
+    """Check the arguments of `ServerGroup.add`; return (facts, initial values).
 
-    The initial values are (kind, scale) of each tensor, or None if the user gave arrays. Raises
-    ConfigError if an argument is wrong.
+    The facts are arguments, which the ranks compare because they must be equal. The initial values
+    are (kind, scale) of each tensor, or None if the user gave arrays. Raises ConfigError if an
+    argument is wrong.
     """
     name, model, consistency = asked.name, asked.model, asked.consistency
     seed, global_batch = asked.seed, asked.global_batch
@@ -192,7 +196,7 @@ def _described(model: str, name: str, value) -> tuple[tuple, np.dtype]:
 
 
 def check_server_optimizer(name: str, optimizer) -> None:
-    """Raise ConfigError for an optimizer that cannot update a part of a tensor by itself."""
+    """Raise ConfigError if an optimizer needs a whole tensor to update a part of the tensor."""
     if not all(callable(getattr(optimizer, each, None)) for each in ("init", "update")):
         raise ConfigError(f"model {name!r}: optimizer={shown(optimizer)} has no init and update")
     if not getattr(optimizer, "elementwise", False):

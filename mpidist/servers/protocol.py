@@ -131,7 +131,12 @@ def read_header(buffer: np.ndarray, nbytes: int, rank: int) -> Header:
 
 
 def largest(headers: Sequence[Header]) -> tuple[int, int, int, int]:
-    """Return four maxima over the headers of the answers to one worker."""
+    """Return the largest values of four fields of the headers, in the answers to one worker.
+
+    The fields are: how long the pull waited for slower workers (in nanoseconds), how many steps the
+    worker is ahead of the slowest, how many pushes were dropped, and the staleness of the newest
+    applied push.
+    """
     if len(headers) == 1:
         (only,) = headers
         return only.held_ns, only.gap, only.note0, only.staleness
@@ -146,7 +151,7 @@ def largest(headers: Sequence[Header]) -> tuple[int, int, int, int]:
 
 
 def selection_words(selection: Any) -> int:
-    """Return the number by which a header describes the selection of a push or a pull."""
+    """Return the number by which a header says what a push or a pull selects."""
     # The length of an array, or one of `ALL`, `PIECES`, `STREAM` and `MEMORY`.
     if isinstance(selection, np.ndarray):
         return selection.size

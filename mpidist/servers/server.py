@@ -236,7 +236,7 @@ class Server:
         return bool(header.flags & protocol.PUSH)
 
     def begin(self, flags: int, worker: int, header: Header, model: Hosted) -> list:
-        """Check the model and the clock of a message; return the log's record of the message."""
+        """Check the model and the step of a message; return the message's entry in the log."""
         if model.removed is not None:
             raise ProtocolError(
                 f"parameter server {self.index}: worker {worker} uses model {model.name!r}; do not "
@@ -257,7 +257,10 @@ class Server:
     # -- updates and answers ---------------------------------------------------------------
 
     def run(self, model: Hosted, actions: Sequence[Action]) -> None:
-        """Carry out the allowed `actions` of a model; later polls do those that must wait."""
+        """Carry out `actions`, which the consistency mode of the model allows.
+
+        If actions must also wait for messages of other servers, later polls carry them out.
+        """
         # Only on the first server, in modes in which it decides for all servers which pushes count.
         if model.gate.decisions:
             self.decisions.tell(self.models.index(model), model.gate)
@@ -270,7 +273,7 @@ class Server:
         self._carry_out(model, actions)
 
     def settle(self, name: str, clocks: int) -> None:
-        """After a rank's death, make the waiting updates of a model's first `clocks` steps only."""
+        """After a death, make a model's waiting updates of steps below `clocks`; drop the rest."""
         number = [model.name for model in self.models].index(name)
         if self.votes is not None:
             self._carry_out(self.models[number], self.votes.settle(number, clocks))

@@ -153,7 +153,7 @@ class ServerShard:
         self.use(self.optimizer)
 
     def use_memory(self, memory: Mapping[int, np.ndarray]) -> None:
-        """Move parameters into the arrays in `memory`, which is a dict by number of the tensor."""
+        """Move parameters into the arrays in `memory`, a dict of tensor number to array."""
         for tensor, array in memory.items():
             array[...] = self.parameters[self._keys[tensor]]
             self.parameters[self._keys[tensor]] = array
@@ -172,11 +172,11 @@ class ServerShard:
         self._by_rows = {t for t in self._keys if kind == "exact" or (kind and tensors[t].lazy)}
 
     def key(self, part: ShardPart) -> str:
-        """Return the key in `parameters` of the array that has the tensor part `part`."""
+        """Return the key in `parameters` for the tensor to which `part` belongs."""
         return self._keys[part.piece.tensor]
 
     def rows_of(self, part: ShardPart, arrays: Mapping | None = None) -> np.ndarray:
-        """Return what this server holds of the tensor of `part`, as a 2-D array of rows."""
+        """Return this server's rows of the tensor to which `part` belongs, as a 2-D array."""
         array = (self.parameters if arrays is None else arrays)[self.key(part)]
         return array.reshape(-1, self.layout.tensors[part.piece.tensor].width)
 
@@ -187,7 +187,10 @@ class ServerShard:
         return self.rows_of(part, arrays)[part.local_rows(self.layout)]
 
     def read(self, parts: Sequence[ShardPart], buffer: np.ndarray, offset: int) -> None:
-        """Copy the values of `parts` (tensors or rows) into a message, from byte `offset` on."""
+        """Copy the values of `parts` (tensors or rows) into a message.
+
+        The first value begins at byte `offset` of the message's `buffer`.
+        """
         for part, view in views(self.layout, parts, buffer, offset):
             array = self.parameters[self._keys[part.piece.tensor]]
             if (table := self.open.get(part.piece.tensor)) is not None:
@@ -201,12 +204,15 @@ class ServerShard:
                 np.take(array.reshape(-1, width), rows, axis=0, out=view.reshape(-1, width))
 
     def write(self, parts: Sequence[ShardPart], buffer: np.ndarray, offset: int) -> None:
-        """Set the parameters listed in `parts` to the values from byte `offset` of a message on."""
+        """Set the parameters listed in `parts` to values from a message.
+
+        The first value begins at byte `offset` of the message's `buffer`.
+        """
         for part, view in views(self.layout, parts, buffer, offset):
             self.parameters[self._keys[part.piece.tensor]][...] = view
 
     def apply(self, pushes: Sequence[tuple[float, Parts]], weight: float = 1.0) -> bool:
-        """Make one update with the mean of gradients; return false if all their weights are 0."""
+        """Update with the weighted mean of gradients; return false if all these weights are 0."""
         merged = self.merge(pushes, weight)
         if merged is not None:
             self.update(*merged)
@@ -215,11 +221,11 @@ class ServerShard:
     def merge(
         self, pushes: Sequence[tuple[float, Parts]], weight: float = 1.0
     ) -> tuple[dict[str, Any], float] | None:
-        """Return (weighted mean of the gradients, weight of the update); None if all weights are 0.
+        """Return (weighted mean of gradients, weight of the update); None if all pushes weigh 0.
 
         A gradient is an array, or a tuple (rows, values). The arrays are valid until the next call
-        of `merge`. Each of `pushes` is (weight in the mean, [(part, gradient), ...]); its gradients
-        are changed in place.
+        of `merge`. Each of `pushes` is (weight in the mean, [(part, gradient), ...]). The gradients
+        in `pushes` may be changed in place.
         """
         # A tensor that a push does not list has gradient zero in this push.
         pushes, weight = self.weighed(pushes, weight)
@@ -239,10 +245,11 @@ class ServerShard:
         return self._sum, weight
 
     def weighed(self, pushes: Sequence, weight: float) -> tuple[Sequence, float]:
-        """Return the gradients with their weights in the mean, and the weight for the optimizer.
+        """Return `pushes`, and the weight to pass to the optimizer.
 
-        If the weight is 0, or if the optimizer takes no weight, the weights in the mean are
-        multiplied by it, and the optimizer gets 1.
+        Each push has a share, by which its gradients are multiplied. If `weight` is 0, or if the
+        optimizer takes no weight, the shares are multiplied by `weight`, and the optimizer's weight
+        is 1.
         """
         if weight == 0 or not self._weighs:
             return [(share * weight, parts) for share, parts in pushes], 1.0
@@ -280,7 +287,7 @@ class ServerShard:
     def update_part(
         self, gradients: Mapping, state: dict, parameters: dict[str, np.ndarray], weight: float
     ) -> None:
-        """Let the optimizer update ranges of parameters and state; do not count the update."""
+        """Let the optimizer update ranges of parameters and state; `version` does not change."""
         extra = {"weight": weight} if self._weighs else {}
         self.optimizer.update(gradients, state, parameters, **extra)
 

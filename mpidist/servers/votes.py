@@ -48,7 +48,10 @@ class Votes:
         return any(self._due.values())
 
     def released(self, model: int, actions: Sequence[Action]) -> Actions:
-        """Send votes for the updates in `actions`; return the actions that wait for no votes."""
+        """Vote for the updates in `actions`; return the actions that this server may do now.
+
+        An update waits for the votes of all other servers, and later actions wait for the update.
+        """
         # Stored before the first vote is sent. If a death interrupts this call, another server may
         # already have the vote, and then `settle` must find these updates.
         self._due[model] += actions
@@ -69,7 +72,10 @@ class Votes:
         return {model for model, _ in ready}
 
     def listen(self) -> list[tuple[int, Actions]]:
-        """Receive votes; return what can go on now, as pairs (number of a model, actions)."""
+        """Receive votes; return the actions that no longer wait for votes.
+
+        The result is a list of pairs (number of a model, its actions).
+        """
         status, comm, tag = MPI.Status(), self._link.comm, self._link.tag + VOTE
         heard = self._vote() if self._open else set()
         while comm.Iprobe(MPI.ANY_SOURCE, tag, status):
@@ -81,7 +87,7 @@ class Votes:
         return [(model, self._allowed(model)) for model in sorted(heard)]
 
     def settle(self, model: int, clocks: int) -> Actions:
-        """After a death, return the waiting updates of the first `clocks` steps; drop the rest."""
+        """After a death, return the waiting updates of steps below `clocks`; drop the others."""
         # A step is applied only with the votes of all servers, so all servers have its pushes.
         due = [each for each in self._due.pop(model, ()) if isinstance(each, Apply)]
         return [each for each in due if each.clock < clocks]

@@ -47,7 +47,10 @@ def brief(value, longest: int = 60) -> str:
 
 
 def expect(good: bool, name: str, value, wanted: str) -> None:
-    """Raise ConfigError unless `good`, with the text ``name=value: expected wanted``."""
+    """Raise ConfigError if `good` is false.
+
+    The text of the error is ``<name>=<value>: expected <wanted>``.
+    """
     if not good:
         raise ConfigError(f"{name}={brief(value)}: expected {wanted}")
 

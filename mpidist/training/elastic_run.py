@@ -112,7 +112,10 @@ class Carried:
         run.resume(resume, retry_bad, handed)
 
     def interval_from(self, step: int) -> int:
-        """Return the step from which all workers count their steps up to the next checkpoint."""
+        """Return the step after which the interval up to the next checkpoint begins.
+
+        It is the same on all workers. `step` is the number of steps that this worker has done.
+        """
         return step
 
     def begin(self, exchange) -> None:
@@ -157,7 +160,10 @@ class Carried:
                 self._slow.end_of_step()
 
     def end_steps(self) -> None:
-        """Tell the other ranks that this rank does no more steps, so that none kills it as late."""
+        """Tell the other ranks that this rank does no more steps.
+
+        Otherwise, they could take this rank for a rank that hangs, and kill it.
+        """
         if self.group is not None:
             self.group.watch.end_steps()
 

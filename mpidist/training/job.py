@@ -52,7 +52,9 @@ class Job:
     seed
         Seed of the order of the data, and of the model unless the table of the model has a seed.
     shuffle
-        Order of the records in an epoch: "permutation", "bijection", "none", true or false.
+        Order of the records in an epoch. "permutation" and "bijection" are random orders; a
+        bijection takes no memory. True means "permutation" for up to 4 Mi records, and "bijection"
+        for more. "none" or false keeps the order of the data set.
     out
         The folder that the run writes to; by default `runs/` followed by the name of the model.
     checkpoint_every

@@ -50,8 +50,8 @@ class Quarantine:
     comm : MPI.Comm
         The workers; None on a dedicated server.
     source : Source
-        The source of the records. Each entry of the list names the source by its attribute `name`,
-        or by its type if it has no name.
+        The source of the records. In the file `path`, its name is its attribute `name`, or its type
+        if it has no such attribute.
     max_bad : float
         The fraction of the records that may be bad.
     path : path-like, optional
@@ -81,7 +81,11 @@ class Quarantine:
             events.emit("bad_record", source=self.source, index=record.index, reason=record.reason)
 
     def end_of_step(self) -> None:
-        """Record that this step is done: the bad records found so far will not be found again."""
+        """Record that this step is done.
+
+        After a death, the interrupted step is repeated, and its bad records are found again. Those
+        found before this call are not found again.
+        """
         self.whole = len(self.found)
 
     @property

@@ -200,8 +200,9 @@ class Progress:
     def checkpoint(self, pace: SaveInterval | None = None) -> None:
         """Save a checkpoint of this step, unless it is already saved. Collective over the workers.
 
-        Without `pace`, the state is on stable storage when this method returns, or saving has
-        failed and `saved_step` is None.
+        With `pace` (which chooses when to save), the state may be saved in the background. Without
+        it, the state is on stable storage when this method returns. If saving has failed,
+        `saved_step` is None.
         """
         if self.store is None:
             return
@@ -275,7 +276,7 @@ class Progress:
                 _print(resume_report.not_saved(self.failure, self._newest))
 
     def agree_on_bad_records(self) -> None:
-        """Exchange the bad records of workers at different steps. Collective over the workers."""
+        """Exchange bad records, if workers may be at different steps. Collective over workers."""
         if not self.exchange.synchronous:
             self.quarantine.agree()
             self.stopping = self.stopping or self.quarantine.full
@@ -415,7 +416,7 @@ class Progress:
 
 
 def without_losses(facts: Mapping) -> dict:
-    """Return `facts` of `facts_to_carry` without losses, for a worker that did no steps yet."""
+    """Return a result of `facts_to_carry` without its losses, for a worker without steps so far."""
     new = {"_losses": [0.0, 0], "_losses_of": -1}
     more = [new.get(*each) for each in zip(_CARRIED, facts["more"], strict=True)]
     return {**facts, "more": more}

@@ -29,7 +29,7 @@ _EQUAL = 0.02
 
 
 class HostLayout(NamedTuple):
-    """How the workers of a pipeline are placed on one number of hosts, and the time that follows.
+    """How the workers of a pipeline are placed on a given number of hosts, and how fast it then is.
 
     `seconds` is the time from one microbatch to the next, and `limit` says what determines it:
     "workers" (computing), "memory" (messages within a host) or "network". `bytes_between` is the

@@ -25,7 +25,11 @@ from ..pipeline_schedules import AHEAD, B, F, StageAction, U, with_messages
 
 
 def rounds_behind(replicas: Sequence[int], stage: int) -> int:
-    """Return how many newer microbatches a rank of `stage` has begun before a backward pass."""
+    """Return the depth of a stage.
+
+    Before a rank of the stage does B of a microbatch, it does F of this number of later
+    microbatches.
+    """
     return -(-sum(replicas[stage:]) // replicas[stage]) - 1
 
 
@@ -39,7 +43,9 @@ def passes(
     replicas: Sequence[int], stage: int, replica: int, empty_at: int, start: int, stop: int,
     drain: bool,
 ) -> list[StageAction]:  # fmt: skip
-    """Return a rank's computations and messages while microbatches `start` to `stop` - 1 enter.
+    """Return a rank's computations and messages for the time in which some microbatches enter.
+
+    The microbatches `start` to `stop` - 1 enter the pipeline in this time.
 
     Parameters
     ----------

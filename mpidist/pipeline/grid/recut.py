@@ -1,4 +1,7 @@
-"""Decide at a resume whether the last run's cuts suit its measured times. Without MPI.
+"""Decide whether a resumed run cuts its model into other stages than the last run. Without MPI.
+
+The last run has measured the time of each stage. If these times do not suit the plan, the model is
+cut anew:
 
     layers     ms 4 4 4 | 4 4 4     the plan: stages of 12 and 12 ms
     measured   ms 12    | 24        ratios 1.0 and 2.0: one is 100 % above the other
@@ -77,7 +80,10 @@ def best_cuts(rows: Sequence[Sequence[float]], parts: int) -> list[int]:
 def stage_ratios(
     rows: Sequence[Sequence[float]], cuts: Sequence[int], seconds: Sequence[float | None]
 ) -> list[float | None]:
-    """Return, for each part of a cut model, its measured time divided by the time of its layers.
+    """Return, for each part of a cut model, its measured time divided by its planned time.
+
+    `rows` has the times of the single layers. The planned time of a part is the sum of the times of
+    its layers.
 
     A ratio is None if one of its two times is not known.
     """

@@ -2,8 +2,8 @@
 
 Each replica of each stage is called a slot here, and needs a rank. Slots of neighbouring stages
 exchange activations and gradients; the replicas of a stage sum their gradients. If more bytes are
-exchanged between stages, neighbouring stages should be on one host, otherwise the replicas of a
-stage:
+exchanged between stages than between replicas, neighbouring stages should be on one host.
+Otherwise, the replicas of a stage should be on one host:
 
     2 stages, 2 replicas     large outputs at the cut     large sums (many parameters)
     host A                   stage 0.0, stage 1.0         stage 0.0, stage 0.1

@@ -1,8 +1,9 @@
 """The steps of the schedule "pipedream", which makes several updates in each step.
 
 Each update uses one microbatch of each replica of a stage. At the end of a step, the backward pass
-of some microbatches is still to come (`pipedream_order`). `drain` finishes these microbatches, and
-so does a step after each `flush` microbatches.
+of some microbatches is still to come (`pipedream_order`). `drain` finishes these microbatches. If
+the plan has a number `flush`, a step also finishes them each time `flush` microbatches have
+entered.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@
     scores = stage.predict(inputs)
 
 A rank does the computations and messages of its list (`stage_plan`) one after the other. The
-parameters have the same bits with any cuts and replicas, except with "pipedream". If another rank
-raises an exception while a rank waits for it, the waiting rank raises an error.
+trained parameters have the same bits, whatever the stages and their numbers of ranks are. This does
+not hold for the schedule "pipedream". If another rank raises an exception while a rank waits for
+it, the waiting rank raises an error.
 """
 
 from __future__ import annotations
@@ -256,10 +257,10 @@ class Stage:
         self.steps += 1
 
     def drain(self) -> None:
-        """Finish the microbatches that "pipedream" has not finished, and make their updates.
+        """Do the backward passes that a step has left, and their updates. Collective.
 
-        Collective. The updates call the function `update` that was passed to the last step. With
-        other schedules, this method does nothing.
+        Only the schedule "pipedream" leaves such passes; with other schedules, this method does
+        nothing. The updates call the function `update` that was passed to the last step.
         """
         if not self.grid.in_rounds:
             return

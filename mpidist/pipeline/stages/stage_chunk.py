@@ -126,7 +126,7 @@ class Chunk:
         return self.parameters
 
     def _take(self, layer: int) -> None:
-        """Add a layer's gradients to the sums, if the next layer overwrites them."""
+        """Add a layer's gradients to the sums of gradients, if the next layer overwrites them."""
         for part in self.parts:
             part.take(self._names[layer])
 
@@ -209,14 +209,18 @@ class Chunk:
             self.vectors[0][-2] = loss
 
     def add_ready(self, microbatch: int, weight: float, ready: set[str]) -> None:
-        """Add to the sums those parts of a microbatch's gradients that are final."""
+        """Add those parts of a microbatch's gradients that are final to the sums of gradients.
+
+        A part is final if all its gradients are named in `ready`: the backward pass does not change
+        them any more.
+        """
         for k, part in enumerate(self.parts):
             if k not in self._added and part.names and part.names <= ready:
                 part.add(microbatch, weight)
                 self._added.add(k)
 
     def add(self, microbatch: int, weight: float | None) -> None:
-        """Add the gradients of a microbatch, multiplied by `weight`, to the sums.
+        """Add the gradients of a microbatch, multiplied by `weight`, to the sums of gradients.
 
         `weight` is None for a microbatch without samples.
         """
@@ -227,11 +231,11 @@ class Chunk:
 
     @property
     def loss(self) -> float:
-        """The weighted sum of all microbatches' losses. Read it after the sums are finished."""
+        """The weighted sum of all microbatches' losses, once a step's gradients are summed."""
         return float(self.vectors[0][-2]) if self.vectors else 0.0
 
     def close(self) -> None:
-        """Free the memory of the sums. Collective over the replicas of the stage."""
+        """Free the memory in which gradients are summed. Collective over the replicas."""
         self._write_into(self.gradients)  # and not into the memory of the sums, which is freed
         for part in self.parts:
             part.close()

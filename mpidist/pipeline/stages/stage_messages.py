@@ -60,7 +60,11 @@ class ArrayLayout(NamedTuple):
 
 
 class Arrival:
-    """An array that this rank receives from another stage, from the request to its release."""
+    """An array that another stage sends to this rank.
+
+    The object is made when the receive is requested, and is used until the array's buffer is free
+    for other receives.
+    """
 
     def __init__(self, messages: StageMessages, source: int, channel: int, samples: int):
         self.messages, self.source, self.channel = messages, source, channel
@@ -175,7 +179,10 @@ class StageMessages:
         return memory[start : start + nbytes]
 
     def give_back(self, arrived: Sequence[Arrival], after: list[MPI.Request]) -> None:
-        """Let later receives use the buffers of `arrived` arrays once `after` are complete."""
+        """Let later receives use the buffers of the received arrays `arrived`.
+
+        They may use the buffers as soon as the requests in `after` are complete.
+        """
         self._sending.append((after, None, arrived))
 
     def drop(self, arrived: Arrival) -> None:

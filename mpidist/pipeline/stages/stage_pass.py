@@ -43,7 +43,7 @@ class StagePass:
         self._after_send: tuple[int, int] | None = None
 
     def do(self, action: StageAction) -> None:
-        """Do one computation or message of the list; a microbatch without samples needs neither."""
+        """Do one action, a computation or a message, unless its microbatch has no samples."""
         kind, chunk, i = action
         fault_point("action")
         if not self.sizes[i]:

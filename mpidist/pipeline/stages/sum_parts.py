@@ -97,8 +97,8 @@ class SumPart:
         """Return where layers must write the next microbatch's gradients: a vector, and arrays.
 
         The arrays are in a dict, by the names of the gradients. They are views of the vector, or of
-        the memory of `share_memory`; in this case, call `take` after the backward pass of each
-        layer.
+        the small memory that `share_memory` has made. After the backward pass of each layer, call
+        `take`.
         """
         self._row = self.sums.next_row() if self._fits else None
         if self._row is None and self._one_layer and weight is not None:
@@ -114,7 +114,10 @@ class SumPart:
         return memory, self._views[key]
 
     def take(self, names: Sequence[str]) -> None:
-        """Add the gradients called `names`, if the next layer overwrites them (`share_memory`)."""
+        """Add the gradients `names` of a layer, if the next layer will overwrite them.
+
+        Layers overwrite each other's gradients in the memory that `share_memory` has made.
+        """
         if self._add_part is not None:
             for name in names:
                 if name in self._bounds:
@@ -140,7 +143,7 @@ class SumPart:
         self._left -= 1
 
     def close(self) -> None:
-        """Free the memory of the sum. Collective over the replicas of the stage."""
+        """Free the memory in which gradients are summed. Collective over the replicas."""
         self._row = self._add_part = None  # these and the views are in the memory of the sum
         self._views.clear()
         self._one_layer.clear()
@@ -148,7 +151,7 @@ class SumPart:
         self.sums.close()
 
     def finish(self) -> None:
-        """Finish the sum, and write it into the vector. Collective over the stage's replicas."""
+        """Finish the sum of the gradients; write it into `vector`. Collective over the replicas."""
         self._adding.finish(self.vector)
         self._left = len(self.sums.mine)
 

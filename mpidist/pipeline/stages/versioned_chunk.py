@@ -25,8 +25,8 @@ class VersionedChunk(Chunk):
     gradients_used : int
         The number of microbatches whose gradients an update has used.
     stalest, staleness : int
-        The number of updates between a microbatch's forward pass and the update with its gradients:
-        the maximum, and the sum over all microbatches.
+        For each microbatch, the updates between its forward pass and the update with its gradients
+        are counted. `stalest` is the largest of these numbers, and `staleness` is their sum.
     """
 
     def __init__(self, *given):
@@ -54,7 +54,10 @@ class VersionedChunk(Chunk):
         return super().forward(microbatch, x, keep)
 
     def used_by(self, microbatch: int) -> dict:
-        """Return the parameters that a microbatch's forward pass has used; drop their old copy."""
+        """Return the parameters that the forward pass of a microbatch has used.
+
+        If they are an old copy, this object does not keep the copy for this microbatch any longer.
+        """
         return self._old.pop(microbatch, self.parameters)
 
     def before_update(self, microbatch: int) -> None:

@@ -208,7 +208,7 @@ class Replicas(WholeModel):
             context.escaped(error)  # unless `Gradients.ready` has sent it
 
     def lost(self, error: BaseException) -> None:
-        """Do nothing after a death: MPI may still write into the buffers."""
+        """Do nothing after a death. The buffers stay, because MPI may still write into them."""
 
     def _let_go(self) -> None:
         self.exchange.abandon()

@@ -27,7 +27,7 @@ BLOCK = 4 << 20
 
 
 class WholeModel:
-    """Base class of exchanges whose workers have the whole model."""
+    """Base class of objects that exchange gradients, if each worker has the whole model."""
 
     workers: Any
     model: Any

@@ -1,9 +1,9 @@
-"""Add gradients for ``train(..., microbatches=V)``: equal to the bit on any number of ranks.
+"""Add the gradients of microbatches, for ``train(..., microbatches=V)``.
 
 The global batch is cut into V pieces (microbatches), and the model computes the gradients of each
 piece on its own. These gradients are multiplied by the fraction of the batch's samples that are in
 the piece. The results of all V pieces are added in the fixed order of a tree
-(``collectives/schedules/fixed_tree.py``).
+(``collectives/schedules/fixed_tree.py``), so the sum has the same bits on any number of ranks.
 
     global batch of 10, V = 4    0 1 2 | 3 4 5 | 6 7 | 8 9
     2 ranks                      rank 0         rank 1

@@ -6,7 +6,8 @@
     checkpoint, end      parameters and optimizer states are averaged over all ranks
 
 A checkpoint has one model, from which any number of ranks and any strategy can start. Ranks may be
-at different steps. If a rank is asked to stop, all ranks stop after a step that no rank has passed.
+at different steps. If a rank is asked to stop, the ranks agree on a step that none of them has
+finished, and all stop after this step.
 """
 
 from __future__ import annotations
@@ -248,11 +249,11 @@ class Peers(WholeModel):
         self.context.wait(answering)
 
     def wait(self, test: Callable[[], bool]) -> None:
-        """Wait until ``test()`` is true; meanwhile, answer other ranks that want to stop."""
+        """Wait until ``test()`` is true; meanwhile, answer ranks that want to end the training."""
         self.agreement.wait(test)
 
     def _attend(self) -> bool:
-        """Answer a rank that wants to stop; raise the error of a rank that has failed."""
+        """Answer a rank that wants to end the training; raise the error of a failed rank."""
         self.agreement.listen()
         if self.context.failed:
             raise self.context.earlier_failure()

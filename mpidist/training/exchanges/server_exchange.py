@@ -1,7 +1,8 @@
 """How `ParameterServer` exchanges gradients: workers push gradients, and pull parameters.
 
 Workers may be at different steps: they wait for each other only at a checkpoint and at the end of
-the run. If a worker is asked to stop, all workers stop after a step that no worker has passed.
+the run. If a worker is asked to stop, the workers agree on a step that none of them has finished,
+and all stop after this step.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Kept(NamedTuple):
     servers : sequence of int
         The ranks of the servers.
     weights : sequence of float or None
-        The fraction of the model on each server, with a sum of 1; None in runs that end at a death.
+        The fraction of the model on each server; their sum is 1. None if the run is not elastic.
     placement : str or sequence of int
         Which servers are not workers: "dedicated" (all), "colocated" (none), or their ranks.
     model : KeptModel or None
@@ -67,18 +68,20 @@ class Kept(NamedTuple):
     pending : Pending or None
         An interrupted step, which this worker completes first.
     shares : sequence of (step, workers, worker)
-        How each batch is divided after deaths of workers: in the steps before `step`, among
-        `workers` workers, of which this rank is number `worker`. The entries are sorted by step. If
+        How batches are divided in steps before the division among the living workers begins. The
+        entries are sorted by `step`. An entry is for the steps before `step` that no earlier entry
+        is for. Their batches have `workers` parts, and this rank gets part number `worker`. If
         `workers` is 0, this rank gets no samples of these steps.
     ahead : int
-        The number of steps that the run had done when the workers began to count their steps.
+        The number of steps that the run had done when the workers' clocks were 0. The clock of a
+        worker counts its finished steps.
     clock : int or None
-        The number of finished steps after which all workers stop, if they have agreed to stop.
+        The clock after which all workers stop, if they have agreed to stop.
     newcomer : bool
         Whether this worker joins a run in which others have already done steps.
     looked : int
-        The step before which the workers last checked how busy the servers are, to give slow
-        servers smaller parts of the model.
+        The clock at which the workers last checked how busy the servers are. After such a check,
+        slow servers may get smaller parts of the model.
     """
 
     servers: Sequence[int]
@@ -302,7 +305,7 @@ class Served(WholeModel):
         return self._skipped - before
 
     def stops(self) -> bool:
-        """Whether all workers stop at the step to which this worker has just skipped."""
+        """Whether all workers stop now, when this late worker has just skipped some steps."""
         return self.agreement.at(self.client.finished, False)
 
     def unfinished(self) -> Pending | None:

@@ -30,7 +30,7 @@ class ParameterServer:
         The number of servers, which are then the last ranks; or the list of the ranks that are
         servers; or, by rank, the relative size of each server's part of the model: ``{0: 1, 1: 1,
         2: 4}``, for example. With "auto" all ranks are servers, and the sizes of their parts of the
-        model are chosen so that no host sends more bytes than needed.
+        model are chosen so that the traffic of the hosts is balanced.
     consistency : BSP, SSP, DSSP, ASP or BackupWorkers
         The consistency mode, which says how many steps one worker may be ahead of another.
     placement : str or sequence of int

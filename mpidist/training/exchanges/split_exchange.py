@@ -52,7 +52,8 @@ class SplitStages(Stages):
     ways : int
         The number of ranks that share a layer. The size of `comm` is a multiple of it.
     plan : callable
-        ``plan(cuts)`` returns the stages and replicas of one of the pipelines, a `PipelineGrid`.
+        ``plan(cuts)`` returns a `PipelineGrid`, the stages and replicas of a pipeline. There are
+        `ways` pipelines, which all have this plan.
     cuts : sequence of int, or None
         The number of layers before each cut into stages. None if the cuts must be chosen by a
         measurement.

@@ -86,9 +86,9 @@ class CarriedServers(Carried):
         """Return None: with parameter servers, nodes keep no copies of the state in memory."""
 
     def open(self, strategy, comm, asked, settings):
-        """Return the object that exchanges gradients, which begins with this rank's kept state.
+        """Return the object that exchanges gradients. Collective.
 
-        Collective.
+        After a death, this object begins with the state that this rank has kept.
         """
         self._begin_roles()
         self._numbers = ranks = self._ranks()
@@ -154,7 +154,10 @@ class CarriedServers(Carried):
         exchange.begin()
 
     def interval_from(self, step: int) -> int:
-        """Return the step from which all workers count the steps to the next checkpoint."""
+        """Return the step after which the interval up to the next checkpoint begins.
+
+        It is the same on all workers: after a death, the step of the fastest worker.
+        """
         return max(step, self._newest) if self._facts is not None else step
 
     def hold(self, run, guard, callbacks) -> None:

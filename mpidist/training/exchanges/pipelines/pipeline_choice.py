@@ -41,9 +41,10 @@ def shared_layers(split: Mapping[str, str], ways: int) -> dict[str, Any]:
 def last_run(
     comm, store, resume: bool | str, split: Mapping[str, str], ways: int
 ) -> dict | None:  # fmt: skip
-    """Return the cuts and the measured times of the last run from its checkpoint, or None.
+    """Return what the last run's checkpoint says about its pipeline, or None. Collective.
 
-    Collective.
+    The result says where the model was cut into stages, and has the measured times of layers and
+    stages. It is None if there is no such checkpoint, or if the last run had another `split`.
     """
     path = getattr(store, "path", None)
     reads = comm.rank == 0 and path is not None and resume not in (False, "fresh")
@@ -61,8 +62,8 @@ def choose_cuts(
 ) -> CutChoice:
     """Choose the layers at which a model is cut into `parts` parts. Collective.
 
-    If `last` has no suitable profile (times and bytes of each layer), the first `measuring` ranks
-    measure such a profile together.
+    `last` is the result of `last_run`. If it has no suitable profile (times and bytes of each
+    layer), the ranks 0 to `measuring` - 1 measure such a profile together.
     """
     known = choose_again(last, len(model.layers), parts, samples) if last and parts > 1 else None
     if known and comm.rank == 0 and events.VERBOSITY:

@@ -1,7 +1,8 @@
 """Choose the stage and replica of each rank, so that few bytes are sent between hosts.
 
-On one host, and for models that cannot compute with random inputs, the stages get the ranks in
-order: the first stage the first ranks, and so on.
+How many bytes the layers send is measured with random inputs, if no profile is known. On one host,
+or if this measurement is not possible, the stages get the ranks in order: the first stage gets the
+first ranks, and so on.
 """
 
 from __future__ import annotations

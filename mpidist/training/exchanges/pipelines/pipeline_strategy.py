@@ -46,8 +46,8 @@ class Pipeline:
         has some "columns" or "rows" of the weights, see `md.models.SplitDense`.
     split_ranks : int, optional
         The number of ranks that share these layers. The job then needs `split_ranks` times as many
-        ranks as without `split`. By default, all ranks of a stage share the layers; if `replicas`
-        is given, all ranks of a replica share them.
+        ranks as without `split`. By default, `split_ranks` is as large as the number of ranks of
+        the job allows.
     """
 
     stages: int | None = None
