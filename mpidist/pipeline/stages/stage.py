@@ -246,9 +246,10 @@ class Stage:
         update : callable
             Needed for "pipedream", see `step`.
         """
+        with self._guard("md.Stage.step"):
+            self._steps.check_update(update)
         began, sent = time.perf_counter(), self.messages.bytes_sent
         with self._operation("md.Stage.step", sizes):
-            self._steps.check_update(update)
             x, y = self._cut(inputs, labels, sizes)
             spans, self._loss = self._steps.step(x, y, sizes, total, update)
             self._note_times(spans)
