@@ -3,7 +3,7 @@
     PYTHONPATH=tests python -m benchmarks.stale_policies
 
 A server of the package gets the pushes of 8 simulated workers under ASP. Worker 0 takes 12 times as
-long for a step, and has 4 times the samples; its gradients are about 72 updates old. Each worker
+long for a step, and has 4 times the samples; its gradients are about 80 updates old. Each worker
 computes its gradients at the parameters that it has pulled.
 """
 
