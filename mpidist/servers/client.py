@@ -84,10 +84,10 @@ class Client:
     # -- the four calls of the step loop ---------------------------------------------------
 
     def pull(self, what=None, *, out: Mapping | None = None) -> dict:
-        """Fetch parameters with all updates that the consistency mode guarantees in this step.
+        """Fetch parameters that are at least as new as the consistency mode (such as BSP) requires.
 
-        The call waits for slower workers if the model's consistency mode (such as BSP or SSP)
-        requires that. A server never answers a pull while it is in the middle of an update.
+        If the mode requires it, the call waits for slower workers. A server never answers a pull
+        while it is in the middle of an update.
 
         Parameters
         ----------
@@ -244,7 +244,7 @@ class Client:
                 self._link.background()
 
     def leave(self) -> None:
-        """Leave the model, as `close` does, but from inside another call of the server group."""
+        """Leave the model; called by `close`, and by `ServerGroup.close`."""
         if not self.closed:
             for server in range(len(self._servers)):
                 self.requests.post(server, LEAVE)
@@ -292,12 +292,13 @@ class Client:
 
     @property
     def consistency(self) -> Consistency:
-        """The consistency mode, which may be set between two steps: BSP, SSP, DSSP or ASP.
+        """When workers wait for each other: a `BSP`, `SSP`, `DSSP` or `ASP`, which can be set.
 
-        All workers of the model must set the same mode in the same step; otherwise all ranks get a
-        ProtocolError. The new mode begins with the next step, for all workers and servers, and no
-        push is lost. If the old mode is BSP or SSP(0), all workers begin the new mode with the same
-        parameters. Setting the present mode does nothing. The mode cannot change in elastic runs.
+        All workers of the model must set the same mode between the same two steps; otherwise all
+        ranks get a ProtocolError. The new mode begins with the next step, for all workers and
+        servers, and no push is lost. If the old mode is BSP or SSP(0), all workers begin the new
+        mode with the same parameters. Setting the present mode does nothing. The mode cannot change
+        in elastic runs.
 
         Raises
         ------

@@ -217,7 +217,7 @@ class ConsistencyGate:
         return self.clocks[worker] - self.slowest()
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return the workers for which `worker` waits, and how many of them must go on first."""
+        """Return the workers for which `worker` waits, and how many of them have to catch up."""
         bound = self.consistency.bound
         lowest = self.clocks[worker] - (sys.maxsize if bound is None else bound)
         clocks = enumerate(self.clocks)
@@ -225,7 +225,7 @@ class ConsistencyGate:
         return behind, len(behind)
 
     def push(self, worker: int, item: Any = None, entered: bool = False) -> list[Action]:
-        """Record gradients that `worker` sends; return the actions that the server may do now."""
+        """Record gradients that `worker` sends; return updates that the server may make now."""
         # `item` is the push, for the returned actions.
         clock = self._present(worker, "push")
         if self.pushed[worker] == clock:
@@ -248,7 +248,7 @@ class ConsistencyGate:
         return []
 
     def tick(self, worker: int) -> list[Action]:
-        """Record the end of a step of `worker`; return the actions that the server may do now."""
+        """Record that `worker` ends a step; return updates and answers that are possible now."""
         self._present(worker, "clock")
         self.clocks[worker] += 1
         return self._released()
@@ -260,7 +260,7 @@ class ConsistencyGate:
         return self._answers()
 
     def leave(self, worker: int) -> list[Action]:
-        """Record that `worker` left or died; return the actions that the server may do now."""
+        """Record that `worker` left or died; return updates and answers possible now."""
         self._present(worker, "leave")
         self.live[worker] = False
         return self._released()

@@ -155,8 +155,8 @@ class ServerGroup(OnlineShares):
         update : "add" or "assign"
             Used instead of an optimizer. "add": servers add pushed values to the present values.
             "assign": pushed values replace the present values. If a row gets several values in a
-            step under BSP, that of the last worker stays, and of several values in a push the last.
-            A push with ``samples=0`` changes nothing; other numbers of samples do not matter.
+            step under BSP, the last worker's value wins, and within one push the last value. A push
+            with ``samples=0`` changes nothing; other numbers of samples do not matter.
         consistency : BSP, SSP, DSSP, ASP or BackupWorkers
             The consistency mode, which says when workers wait for each other. BSP by default.
         seed : int
@@ -170,23 +170,23 @@ class ServerGroup(OnlineShares):
             sends nothing. "drop": it sends a push of 0 samples, which ``client.stats`` counts.
         stale : KeepStale, DropStale, ScaleStale, DelayCompensated or MomentumCorrected
             What servers do with gradients computed from old parameters under ASP, SSP and DSSP.
-        rows : "dense", "lazy", "open" or OpenRows, or mapping of name to these
+        rows : "dense", "lazy", "open" or OpenRows, or mapping of tensor name to one of these
             "dense": an update changes all rows of a tensor, with gradient zero in rows that no push
-            names. "lazy": only the named rows change; if ``optimizer.rows`` is "exact", the result
-            is that of "dense". "open": see `OpenRows`.
-        spread : "ranges" or "rows", or mapping of name to these
+            names. "lazy": only the named rows change; the result is that of "dense" with optimizers
+            whose attribute ``rows`` is "exact". "open": see `OpenRows`.
+        spread : "ranges" or "rows", or mapping of tensor name to one of these
             "ranges": a server holds consecutive rows. "rows": servers get the rows in turn.
         server_device : "cpu" or "gpu"
             Where servers keep the optimizer's state and update the parameters. With "gpu", each
             server needs CuPy and a GPU.
         cache_rows : int or RowCache, optional
             How many rows of each table a worker caches. A pull takes a row from the cache if the
-            cached row is as new as the mode requires in this step. ASP requires nothing, so it
-            needs ``md.RowCache(rows, max_age=steps)``. A worker always sees its own pushes.
+            cached row is as new as the mode requires in this step. Under ASP, set the largest age:
+            ``md.RowCache(rows, max_age=steps)``. A worker always sees its own pushes.
         clip_norm : float, optional
-            Gradients with a larger global norm (over all tensors) are scaled to this norm: under
-            BSP and with backup workers the mean gradient of a step, else each push. An optimizer
-            ``optim.clipped(optimizer, norm)`` has the same effect.
+            The largest global norm (over all tensors) of a step's mean gradient under BSP and with
+            backup workers, and of each push in other modes; a larger gradient is scaled down. An
+            optimizer ``optim.clipped(optimizer, norm)`` has the same effect.
 
         Raises
         ------
@@ -332,8 +332,8 @@ class ServerGroup(OnlineShares):
         """Set parameters, optimizer state and number of updates from results of `shards`.
 
         The arrays in `saved` may come from any number of servers, as long as they cover all
-        elements that this server holds. The workers' clocks stay, and no push counts as computed
-        from older values. Call `load_shards` on server ranks, before serving or in a pause.
+        elements that this server holds. Workers keep their step numbers, and their next pushes do
+        not count as stale. Call `load_shards` on server ranks, before serving or in a pause.
         """
         self._hosted(name).load(saved)
 
@@ -355,13 +355,13 @@ class ServerGroup(OnlineShares):
     def report(self) -> dict:
         """Return a report with the counts of this rank, or of all ranks after the end of the group.
 
-        ``shares`` has the fraction of each model that each server should hold. ``models`` has the
-        bytes on each server and ``imbalance``: 1.2 if a server has up to 20 % more bytes than its
-        share. ``ranks`` has one dict per rank, with the keys ``rank``, ``server``, ``clients`` (see
-        `Client.stats`) and ``waits`` (the seconds that the rank has waited for servers, for
-        workers, and for all ranks). ``server`` says how often messages of n workers waited at once
-        and, per model, how old pushes were, how many steps workers were ahead of the slowest, and
-        how many updates were made.
+        ``shares`` has the fraction of each model that each server should hold. ``models`` has, for
+        each model, the bytes on each server and ``imbalance``: the largest ratio of a server's
+        bytes to its share of all bytes. ``ranks`` has one dict per rank, with the keys ``rank``,
+        ``server``, ``clients`` (see `Client.stats`) and ``waits`` (the seconds that the rank has
+        waited for servers, for workers, and for all ranks). ``server`` has, per model, the number
+        of updates, how old pushes were, and how far workers were ahead of the slowest; its
+        ``queue`` counts how many workers' messages waited at once.
         """
         roles = self.server_ranks, self.placement, self.shares
         return {**group_facts(*roles, self._layouts), "ranks": self._everyone or [self._facts()]}

@@ -26,7 +26,7 @@ DEVICES = ("cpu", "gpu")
 
 
 class KeptModel(NamedTuple):
-    """What a living rank keeps of a model after a death, to add the model to a new group."""
+    """What a living rank keeps of a model after a death, to add it to a new group of servers."""
 
     # This server's part of the model; None on a rank that is no server.
     shard: Any
@@ -41,7 +41,7 @@ class KeptModel(NamedTuple):
 class Request(NamedTuple):
     """The arguments of `ServerGroup.add` on this rank.
 
-    After another rank's death, `kept` is what this rank has kept of the model.
+    If the model is added again after the death of a rank, `kept` is this rank's `KeptModel`.
     """
 
     name: str

@@ -236,7 +236,7 @@ class Server:
         return bool(header.flags & protocol.PUSH)
 
     def begin(self, flags: int, worker: int, header: Header, model: Hosted) -> list:
-        """Check the model and the step of a message; return the message's entry in the log."""
+        """Check a message's model and step; return its record in `trail`, the log of operations."""
         if model.removed is not None:
             raise ProtocolError(
                 f"parameter server {self.index}: worker {worker} uses model {model.name!r}; do not "

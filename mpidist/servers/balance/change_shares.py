@@ -74,7 +74,7 @@ class NewShares(NamedTuple):
 
 
 class Members(NamedTuple):
-    """What one rank knows of its group: servers, workers, shares, and the models by name."""
+    """What one rank knows of its group: servers, workers, models, and who holds how much."""
 
     link: Link
     server: Server | None

@@ -71,14 +71,13 @@ class OnlineShares:
         Raises
         ------
         ConfigError
-            Raised on all ranks, which can go on with the old shares: a share is not a finite number
-            of at least 0; a server does not exist; there is too little memory; a model has an open
-            table (whose rows are made by pushes); the state of an optimizer has an array that is
-            neither a scalar nor of the shape of its parameter; in an elastic run of `md.train`, the
-            call names other servers or a share of 0.
+            Raised on all ranks, and the old shares stay: a share is not a finite number of at least
+            0; a server does not exist; there is too little memory; a model has an open table (whose
+            rows are made by pushes); the state of an optimizer has an array that is neither a
+            scalar nor of the shape of its parameter; in an elastic run of `md.train`, the call
+            names other servers or a share of 0.
         MismatchError
-            Raised on all ranks, which can go on with the old shares: the arguments differ between
-            workers.
+            Raised on all ranks, and the old shares stay: the arguments differ between workers.
         ProtocolError
             The workers are at different steps of a model with BSP or SSP(0), or some workers make
             another call.
@@ -97,8 +96,8 @@ class OnlineShares:
             each model that it holds now. ``busy_seconds``: the seconds in which it received
             requests, made updates or wrote answers. ``bytes_in``, ``bytes_out``: the bytes of
             requests and of answers. ``pushes``, ``pulls``: the numbers of requests with a push and
-            with a pull. ``rows``: how many table rows the requests for single rows have named; a
-            row that several requests name counts several times.
+            with a pull. ``rows``: the number of table rows in requests for single rows; a row in
+            two requests counts twice.
         """
         return self._with_servers("load", None)
 
@@ -125,8 +124,7 @@ class OnlineShares:
         Raises
         ------
         ConfigError, MismatchError
-            Raised on all ranks, which can go on with the old shares, if `repartition` would raise
-            this error for the new shares.
+            Raised on all ranks, and the old shares stay: `repartition` would refuse the new shares.
         """
         return self._with_servers("rebalance", policy)
 

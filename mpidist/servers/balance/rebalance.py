@@ -6,8 +6,8 @@
     in proportion    0.8         0.2         the shares with which both would be busy for 0.32 s
 
 By default, a share moves only half of the way from its present value to the share in proportion to
-the speed. The shares change only if shares in proportion to the speeds would make the busiest
-server busy for clearly less time.
+the speed. The shares change only if the predicted time (here 0.32 s) is clearly below the longest
+measured busy time (here 0.8 s).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BUSY = 0.02
 
 
 class BusySince(NamedTuple):
-    """How many seconds a server was busy, and how many pushes it got, within `seconds` seconds."""
+    """Measured during `seconds` seconds: how long a server was busy, and how many pushes it got."""
 
     busy: float = 0.0
     pushes: int = 0
@@ -125,7 +125,7 @@ class Rebalance:
 
 
 def rebalance_policy(given) -> Rebalance | None:
-    """Return the setting `rebalance` of a strategy as a `Rebalance`; None if shares never change.
+    """Return a strategy's setting `rebalance` as a `Rebalance` object; None stays None.
 
     `given` is None, "auto", a number of steps, a mapping of settings, or a `Rebalance`.
     """

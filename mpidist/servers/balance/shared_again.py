@@ -20,9 +20,10 @@ def share_again(
 ) -> dict[str, tuple[NodeShare | None, str]]:
     """Move the parameters of all models into new memory that the ranks of a host share. Collective.
 
-    Called while training pauses, when each server already has its parts of the new layouts. Returns
-    a dict with a pair for each model: the new shared memory of this host and "", or None and the
-    reason why the ranks share no memory. `layouts` has the models in the same order on all ranks.
+    Called while training pauses, after each server has got the parts of the models that `layouts`
+    gives it. Returns a dict with a pair for each model: the new shared memory of this host and "",
+    or None and the reason why the ranks share no memory. `layouts` has the models in the same order
+    on all ranks.
     """
     node = node_ranks(link.context.comm, *ranks)
     found: dict[str, tuple[NodeShare | None, str]] = {}

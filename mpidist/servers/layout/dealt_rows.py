@@ -28,9 +28,9 @@ def turns_of(shares: Sequence[float]) -> Turns:
     """Return the order in which servers get the rows of a table, as a tuple of server numbers.
 
     The order is repeated until all rows are dealt. So the server of row i is ``turns[i %
-    len(turns)]``, where `turns` is the result. `shares` has the share of each server. The fraction
-    of the turns that a server gets differs from its share by at most 3 % of the share, if a tuple
-    of up to 256 turns allows it.
+    len(turns)]``, where `turns` is the result. `shares` has the share of each server. The relative
+    error of a server's fraction of the turns, compared to its share, is at most 3 % where 256 turns
+    suffice.
     """
     total = sum(shares)
     parts = [share / total for share in shares]
@@ -61,7 +61,7 @@ def dealt_to(server: int, count: int, turns: Turns) -> np.ndarray:
 
 
 def first_rows(count: int, turns: Turns) -> list[int]:
-    """Return the position in dealt order at which the rows of each server begin, and then `count`.
+    """Return where each server's rows begin in dealt order, as a list that ends with `count`.
 
     In dealt order, all rows of server 0 come first, then those of server 1, and so on. `count` is
     the number of rows of the table. Row i is on the server ``turns[i % len(turns)]``.

@@ -49,7 +49,7 @@ def decode_mode(text: bytes) -> Consistency:
 
 
 class Asked:
-    """A change of mode or optimizer in one clock (step), and the workers that have requested it."""
+    """A change of mode or optimizer, and the workers that have requested it in the same step."""
 
     def __init__(self, text: bytes):
         self.text, self.workers = text, set[int]()
@@ -72,10 +72,11 @@ class AgreedChanges:
         return bool(self._asked)
 
     def hear(self, worker: int, text: bytes, ranks: Sequence[int]) -> None:
-        """Record that `worker` requests the change in the message `text`, in its present step.
+        """Record that `worker` requests a change of mode or optimizer in its present step.
 
         Raises ProtocolError if another worker requests a different change in this step, or has
-        finished the step without this change. `ranks` has the rank of each worker.
+        finished the step without this change. `text` describes the change, and `ranks` has the rank
+        of each worker.
         """
         gate, what = self._hosted.gate, json.loads(text)["of"]
         clock = gate.clocks[worker]

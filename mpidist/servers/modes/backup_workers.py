@@ -68,7 +68,7 @@ class BackupWorkers(Consistency):
         object.__setattr__(self, "count", whole)  # the dataclass is frozen
 
     def check(self, workers: int) -> None:
-        """Raise ConfigError if a step would not wait for any of `workers` workers."""
+        """Raise ConfigError unless `count` is below `workers`, the number of all workers."""
         if self.count >= workers:
             raise ConfigError(
                 f"BackupWorkers: count={self.count} of {workers} workers leaves none to wait for; "
@@ -227,8 +227,8 @@ class FollowingGate(BackupGate):
     def blockers(self, worker: int) -> tuple[list[int], int]:
         """Return an empty list and 0, because this server does not know for whom `worker` waits.
 
-        Other gates return a list of the workers for which `worker` waits, and how many of them must
-        go on first. In this mode only the first server knows the workers.
+        Other gates return a list of the workers for which `worker` waits, and how many of them have
+        to catch up. In this mode only the first server knows the workers.
         """
         return [], 0
 

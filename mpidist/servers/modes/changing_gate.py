@@ -1,8 +1,7 @@
 """Decide when pushes are applied and pulls are answered if a model's mode changes in training.
 
     clock      0   1   2   3   4   5   6
-    mode       SSP(3)......    BSP.......      all workers set BSP in clock 2
-    waits          of SSP(3)   of BSP
+    mode       SSP(3)....  BSP...........      all workers set BSP in clock 2
 
 A clock is a step of a worker. All workers set a new mode in the same clock c, and the new mode
 begins with clock c + 1. Each worker sends the new mode to the server before it finishes clock c, so
@@ -80,7 +79,7 @@ class ChangingGate(ConsistencyGate):
         return clock > 0 and self.mode_at(clock - 1).holds and self.ahead(worker) > 0
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return the workers for which `worker` waits, and how many of them must go on first."""
+        """Return the workers for which `worker` waits, and how many of them have to catch up."""
         if not self._has_held(worker):
             return self._gate(self.clocks[worker]).blockers(worker)
         clocks = enumerate(self.clocks)

@@ -21,9 +21,9 @@ from .stale_gradients import check_momentum
 class ClientModes:
     """Remembers for one worker which consistency mode (such as BSP) each of its steps has.
 
-    `votes` is true in an elastic run with several servers. In an elastic run the mode cannot
-    change. The attribute `in_memory` says whether servers of this host may read gradients in the
-    memory of this worker.
+    In an elastic run (which goes on after the death of a rank) the mode cannot change; `votes` is
+    true if such a run has several servers. The attribute `in_memory` says whether servers of this
+    host may read gradients in the memory of this worker.
     """
 
     def __init__(self, asked: Request, votes: bool):
@@ -137,7 +137,7 @@ class ClientModes:
 
 
 def refuse_in_elastic_runs(name: str, votes: bool, what: str) -> None:
-    """Raise ConfigError in an elastic run, whose mode and optimizer must not change."""
+    """Raise ConfigError if the run goes on after deaths: its mode and optimizer are fixed."""
     if votes or ulfm.current is not None:
         raise ConfigError(
             f"client {name!r}: the {what} cannot change in an elastic run, which would go on after "

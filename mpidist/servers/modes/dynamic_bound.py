@@ -47,7 +47,7 @@ _TIMES, _ALIKE = 31, 2.0
 
 @dataclass(frozen=True)
 class DSSP(Consistency):
-    """Dynamic stale-synchronous: SSP with a bound between `low` and `high`, set from work times.
+    """Dynamic stale-synchronous: SSP whose bound (`low` to `high`) follows the workers' speeds.
 
     If all workers are usually about equally fast, a worker may be up to `high` steps ahead of the
     slowest worker. If the slowest worker is always clearly slower, the other workers may be up to
@@ -63,9 +63,8 @@ class DSSP(Consistency):
     low, high : int
         `low` is the bound if the slowest worker is always slow, and `high` is the largest bound.
     rule : "median" or "paper"
-        How the server chooses the bound: from the median and the mean of each worker's last 31 work
-        times (from the answer of a pull to the end of the step), or as in the paper, which predicts
-        the next pushes from the two newest pushes.
+        How the server chooses the bound: from how long each worker has worked on its last 31 steps
+        ("median"), or from the times of its two newest pushes, as in the paper ("paper").
 
     Raises
     ------
@@ -140,7 +139,7 @@ class DynamicGate(ConsistencyGate):
         return ahead <= self.high and self._rule.may_pass(self, worker)
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return the slowest workers, and how many of them must go on before `worker` may go on.
+        """Return the slowest workers, and how many have to catch up before `worker` goes on.
 
         The number is always 1.
         """
@@ -181,7 +180,7 @@ class DynamicGate(ConsistencyGate):
 
 
 class MedianRule:
-    """The rule "median" of `DSSP`: compares the usual work times of two workers.
+    """The rule "median" of `DSSP`: compares a worker's usual step time with the slowest worker's.
 
     A worker that is more than `low` steps ahead goes on if the slowest worker usually needs at most
     twice as long for a step.
@@ -219,10 +218,10 @@ class PaperRule:
         self._refused = [-1] * workers  # the clock in which a worker was refused
 
     def may_pass(self, gate: DynamicGate, worker: int) -> bool:
-        """Whether `worker`, which is more than `low` steps ahead, may make a further step.
+        """Whether `worker` may go on, though it is more than `low` steps ahead of the slowest.
 
-        If it is the fastest worker, the rule chooses a number of further steps for it. Each call
-        that returns true uses up one of these steps.
+        If `worker` is the fastest worker, the rule chooses a number of further steps for it. Each
+        call that returns true uses up one of these steps.
         """
         clock = gate.clocks[worker]
         if self._refused[worker] == clock:

@@ -101,10 +101,10 @@ class Hosted:
     def push_elsewhere(
         self, link: Any, worker: int, rank: int, header: Header, message: np.ndarray
     ) -> PushStream:
-        """Return the gradients of a push that are not in its message.
+        """Return the gradients of a push that does not carry them in its message.
 
         Either they follow the message in pieces, or the server reads them in the worker's memory.
-        Raises ProtocolError if the consistency mode does not allow this.
+        Raises ProtocolError if the consistency mode does not allow such a push.
         """
         mode, shared = self.gate.mode_at(header.clock), header.push_words == MEMORY
         if header.flags != PUSH | CLOCK | PULL or not (shared or mode.streams):

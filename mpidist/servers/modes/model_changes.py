@@ -12,7 +12,7 @@ from ..protocol import MessagePool
 
 
 class ModelChanges:
-    """Decides on one rank of a group whether models may be added or removed at this moment.
+    """Decides whether models may be added to a server group, or removed, at this moment.
 
     Models may be added and removed before the first client is used, and in pauses (see
     `ServerGroup.pause`).
@@ -30,7 +30,7 @@ class ModelChanges:
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Context manager in which a worker waits until all workers are in `ServerGroup.pause`."""
+        """Context manager around the wait for the servers' replies in `ServerGroup.pause`."""
         server = self.server
         if server is not None:
             server.in_own_pause = True

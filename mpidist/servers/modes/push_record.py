@@ -63,7 +63,7 @@ class PushRecord:
             )
 
     def facts(self) -> dict:
-        """Return a dict of these counts, for `ServerGroup.report`."""
+        """Return the counts, ages and weights of the pushes, for `ServerGroup.report`."""
         return {
             "staleness": dict(self.staleness),
             "applied": list(self.applied),

@@ -57,8 +57,8 @@ class Stale:
     def corrected(self, age: int, beta: float) -> tuple[float, float]:
         """Return two factors for a gradient that is `age` updates old.
 
-        The first factor is for the update of the parameters, and the second for what the gradient
-        adds to the velocity of momentum with the decay `beta`.
+        The gradient is multiplied by the first factor to update the parameters, and by the second
+        to be added to the velocity; `beta` is the velocity's decay.
         """
         return 1.0, 1.0
 
@@ -206,8 +206,8 @@ class MomentumCorrected(Stale):
     Parameters
     ----------
     catch_up : bool
-        Whether the gradient also makes up for the repetitions that it has missed. If so, the
-        gradient in total moves the parameters as far as a gradient that came in time.
+        If true, an old gradient moves the parameters further at once, so that in total it moves
+        them as far as a gradient that came in time.
 
     Raises
     ------
@@ -227,8 +227,8 @@ class MomentumCorrected(Stale):
     def corrected(self, age: int, beta: float) -> tuple[float, float]:
         """Return two factors for a gradient that is `age` updates old.
 
-        The first factor is for the update of the parameters, and the second for what the gradient
-        adds to the velocity of momentum with the decay `beta`.
+        The gradient is multiplied by the first factor to update the parameters, and by the second
+        to be added to the velocity; `beta` is the velocity's decay.
         """
         kept = beta**age
         missed = beta * (1 - kept) / (1 - beta) if self.catch_up else 0.0

@@ -70,7 +70,7 @@ class MemoryPush(PushStream):
         return self._buffer[: piece.nbytes]
 
     def use(self) -> None:
-        """Record that the parameters of one more piece are updated, and let workers copy them."""
+        """Count one more piece of gradients as applied; workers may now copy the new parameters."""
         self._used += 1
         for line in self.readers:
             line[READY] += 1

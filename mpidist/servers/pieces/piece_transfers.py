@@ -48,7 +48,7 @@ class PieceReceives:
         self._status, self._model = MPI.Status(), model
 
     def post(self, free: int) -> None:
-        """Begin to receive the next pieces, those with numbers below ``free + 4``; 4 is `WINDOW`.
+        """Begin to receive the next pieces, up to 4 (`WINDOW`) after the first `free` pieces.
 
         The caller has used the data of the first `free` pieces, so their memory may be overwritten.
         """

@@ -108,7 +108,7 @@ class PullStreams:
 
     @property
     def left(self) -> int:
-        """The bytes of all answers under way that are not sent yet."""
+        """The number of bytes that are still to be sent for all begun answers."""
         return sum(pull.left for pull in self._open)
 
     def begin(self, link: Link, rank: int, first: int = 0) -> None:

@@ -55,7 +55,7 @@ class Held:
         }
 
     def count(self, server: int, worker: int, clock: int) -> None:
-        """Record that the gradients of `worker` in the step `clock` are applied to a part."""
+        """Record that gradients of `worker` in step `clock` are applied to the part of `server`."""
         is_copy = server != self.index
         (self.copied if is_copy else self.clocks)[worker] = clock + 1
         self.updates[is_copy] += 1
@@ -97,7 +97,7 @@ class Move(NamedTuple):
 
 
 def holders(everyone: Sequence[Mapping | None]) -> dict[int, Holder]:
-    """Return {number of a server before the death: the `Holder` that sends its part to others}."""
+    """Return the `Holder` of each part of the model, by the number of the part's old server."""
     # `everyone` has the result of `Held.facts` of each rank, or None.
     found = {}
     for rank, facts in enumerate(everyone):
@@ -149,8 +149,8 @@ def moves(
     """Return which rank sends which elements to which rank after a death, as a list of `Move`.
 
     The list has the same order on all ranks. `wanted` has pairs (rank, number of a server): the
-    rank must get the part that this server has in the layout `new`. `giving` has, for the number of
-    each server of the layout `old`, the `Holder` that sends its part.
+    rank must get the part that this server has in the layout `new`. `giving` has the `Holder` of
+    each server's part in the layout `old`, by the server's number.
     """
     return [
         # `current`: for each rank, the old servers whose newest parameters it holds.

@@ -55,8 +55,8 @@ def change_shares_beside(
     """Divide the models of an elastic run anew between the servers. Collective, in a pause.
 
     Each server makes its new part of each model beside the old one, which it keeps until all ranks
-    are ready. ``prepare(prepared)`` is called with this rank's `Prepared` before any rank uses it.
-    Returns the new `Members` of this rank, or None if nothing changes.
+    are ready. ``prepare`` is called with this rank's new parts (a `Prepared`) before any rank uses
+    its own. Returns the new `Members` of this rank, or None if nothing changes.
     """
     link, server = members.link, members.server
     with link.serving(nothing):

@@ -130,7 +130,7 @@ class ShardCopies:
     # -- the copy --------------------------------------------------------------------------
 
     def listen(self) -> list:
-        """Receive updates, and confirmations of sent updates; return answers that may go now."""
+        """Receive updates and confirmations; return the answers that waited for a confirmation."""
         comm, tag, status = self._link.comm, self._link.tag + COPY, MPI.Status()
         for rank in {self._before, self._after}:
             while True:
@@ -179,7 +179,7 @@ class ShardCopies:
             self._update(update.header, update.buffer)
 
     def forget(self, number: int) -> None:
-        """After a death, drop the received updates of model `number` that are not made yet."""
+        """After a death, drop updates of model `number` that arrived but are not applied yet."""
         # The workers repeat their step.
         self._waiting.pop(number, None)
 

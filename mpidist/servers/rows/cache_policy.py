@@ -20,7 +20,7 @@ class RowCache:
     Parameters
     ----------
     rows : int
-        The largest number of rows of each table. If there are more, the least recently used rows
+        How many rows of each table the cache keeps. When it is full, the least recently used rows
         are dropped.
     max_age : int, optional
         The largest number of steps for which a worker uses a row after it was fetched. By default,

@@ -193,12 +193,12 @@ class OpenTable:
     # -- saving ------------------------------------------------------------------------------
 
     def saved(self, array: np.ndarray) -> tuple[str, np.ndarray, np.ndarray]:
-        """Return (name of the table, keys, their rows in `array`), to save the table."""
+        """Return what a checkpoint saves: the table's name, its keys, and their rows in `array`."""
         places, keys = self._sorted(self.rows)
         return self.name, keys, self._table(array)[places]
 
     def saved_counts(self, clock: int) -> tuple[str, np.ndarray, np.ndarray]:
-        """Return (name of the table, keys, counts), to save how often keys were pushed.
+        """Return what a checkpoint saves of pushes: the table's name, its keys, and their counts.
 
         `counts` has two numbers for each key: the steps since its newest push, and the number of
         its pushes. For a key with a row the second number is -1, because its pushes are not
@@ -272,5 +272,5 @@ class OpenTable:
 
 
 def most_rows(max_rows: int, share: float) -> int:
-    """Return how many rows a server may have if it holds the fraction `share` of a table."""
+    """Return how many of a table's `max_rows` rows a server with this `share` may hold at most."""
     return max(1, round(max_rows * share))

@@ -165,7 +165,7 @@ class CachedRows:
         self._update, self._next = None, (clock, own_update(optimizer))
 
     def clear(self) -> None:
-        """Drop all cached rows, for example because a checkpoint changes the servers' rows."""
+        """Drop all cached rows, for example when a loaded checkpoint changes the servers' rows."""
         self._tables = {
             tensor.name: CachedTable(tensor, self._policy.rows)
             for tensor in self._layout.tensors

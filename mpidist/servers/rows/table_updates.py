@@ -22,7 +22,7 @@ UPDATES = ("add", "assign")
 
 
 class TableUpdate:
-    """An optimizer's substitute that adds pushed values to the parameters, or sets them."""
+    """Used instead of an optimizer: pushed values are added to parameters, or replace them."""
 
     elementwise, rows = True, "exact"
 

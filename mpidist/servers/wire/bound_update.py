@@ -1,8 +1,8 @@
 """A faster update for gradients that stay in the same memory: their arrays are looked up once.
 
-In a small model, looking up the arrays of an update takes longer than its arithmetic. So an object
-with gradients that stay in the same memory keeps a function of the optimizer that already knows all
-arrays. A user's optimizer has no such function, so each of its updates looks up the arrays.
+In a small model, looking up the arrays of an update takes longer than its arithmetic. So a
+`BoundGradients` object keeps a function, made by the optimizer, that already knows all arrays. A
+user's optimizer has no such function, so each of its updates looks up the arrays.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..layout.routing import WholeParts
 
 
 class BoundGradients(dict):
-    """Gradients in arrays that later updates use again, and a function that applies them fast."""
+    """Gradients in memory that later pushes use again, and a function that applies them fast."""
 
     __slots__ = ("_again", "_arrays", "_optimizer", "_state")
 
@@ -60,9 +60,9 @@ def gradients_again(parts: Any) -> BoundGradients | None:
 
 
 def kept_with(parts: Any, gradients: dict[str, Any]) -> dict[str, Any]:
-    """Return `gradients`, and keep them in `parts` if later pushes use the same arrays.
+    """Return `gradients`, as `BoundGradients` if later pushes use the same memory again.
 
-    `parts` lists the arrays of a push. Kept gradients are returned as `BoundGradients`.
+    `parts` lists the arrays of a push, and keeps the `BoundGradients` for later pushes.
     """
     if type(parts) is not WholeParts:
         return gradients

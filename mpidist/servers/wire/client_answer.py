@@ -41,8 +41,8 @@ class ServerCall(NamedTuple):
 def whole_push(layout: ServerLayout, pushes: Mapping | None, out: Mapping) -> dict | None:
     """Return the gradients of a push if they can be sent in pieces; otherwise None.
 
-    This is possible if the push has all elements of all tensors, and `out`, which receives the
-    answer, shares memory with the gradients only as `can_share` allows.
+    This is possible if the push has all elements of all tensors, and if `can_share` is true for the
+    gradients and `out`, which receives the answer.
     """
     named = {} if pushes is None else {name: rows for name, (rows, _) in pushes.items()}
     if not routing.has_all(layout, named):

@@ -85,7 +85,7 @@ class ClientRequests:
         self.silent: Counter[int] = Counter()  # server -> clocks since it was asked
 
     def go_on_from(self, before: ClientRequests) -> None:
-        """Take over the number of finished steps and the counts of `before`, an older object."""
+        """Copy the step number and the counts of messages from `before`, the object used before."""
         self.clock, self.entered, self.pushed = before.clock, before.entered, before.pushed
         self.note, self.started, self.queue = before.note, before.started, before.queue
         newest = max(before.versions)
@@ -160,7 +160,7 @@ class ClientRequests:
         return operation
 
     def streams(self, clock: int) -> bool:
-        """Whether servers answer single pieces of a push, and not only the whole push.
+        """Whether servers apply and answer a push piece by piece, not only as a whole.
 
         `clock` is the step of the push.
         """

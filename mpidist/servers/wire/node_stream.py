@@ -69,7 +69,7 @@ class NodePushStream(PushStream):
         return self._slots[number % len(self._slots)]
 
     def use(self) -> None:
-        """Record that the parameters of the oldest piece are updated: the worker may copy them."""
+        """Count one more piece of gradients as applied; the worker may copy the new parameters."""
         self._answered[ALLOWED] += 1
         self._answered[READY] += 1
         self._answered[UPDATED] += 1

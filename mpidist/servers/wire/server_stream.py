@@ -109,7 +109,7 @@ class ShardPieces:
                 where[key] = view
 
     def end(self) -> None:
-        """End an update: write the new scalars to the optimizer's state, and count the update."""
+        """End an update: store new scalars (such as Adam's step count), and count the update."""
         for (leaf, _, scalar), path in zip(self._before, self._scalars, strict=True):
             if isinstance(leaf, np.ndarray):
                 leaf[...] = scalar
