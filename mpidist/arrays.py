@@ -50,7 +50,7 @@ def array_module(x):
 
 
 def as_array(x, written: bool = True):
-    """Return `x` as a NumPy or CuPy array; a writable result shares the memory of `x`.
+    """Return `x` as a NumPy or CuPy array; what is written into the result also changes `x`.
 
     Parameters
     ----------

@@ -1,7 +1,8 @@
 """Counters, time spans, and a log of events in JSON lines.
 
-Every run of an operation (such as an allreduce) sends the same messages. Therefore only the runs
-are counted, and the numbers of messages and bytes are computed from the number of runs.
+An operation, such as an allreduce of one array size, sends equal messages each time it runs.
+Therefore only the runs are counted, and the numbers of messages and bytes are computed from the
+number of runs.
 """
 
 from __future__ import annotations
@@ -106,11 +107,11 @@ class Runs:
         self.times = self._taken = 0
 
     def number(self) -> int:
-        """Return the number of runs so far."""
+        """Return how often the operation has run so far."""
         return self.times if self.reader is None else self.reader()
 
     def take(self, into: Counters) -> None:
-        """Add the messages and bytes of the runs since the last call of this method to `into`."""
+        """Add to `into` what the operation has sent in its runs since the last call of `take`."""
         number = self.number()
         into.add(self.counters, number - self._taken)
         self._taken = number

@@ -103,7 +103,7 @@ def link(sizes: Sequence[int], seconds: Sequence[float], base: float) -> tuple[f
 
 
 def fit_crossing(sizes: Sequence[int], seconds: Sequence[float], network: NetworkModel) -> float:
-    """Return the `NetworkModel.crossing` with which simulated exchanges best match `seconds`."""
+    """Fit `NetworkModel.crossing`, how much opposite messages delay each other, to `seconds`."""
 
     def error(share: float) -> float:
         net = network._replace(crossing=share)

@@ -87,7 +87,7 @@ def open_mpi(ranks: int, nodes: int) -> list[Setting]:
 
 
 def dynamic(nodes: int) -> dict[str, str]:
-    """Return the environment variables for Open MPI to use a rules file or a forced algorithm."""
+    """Return environment variables with which Open MPI accepts a choice of its algorithms."""
     variables = {f"{_TUNED}use_dynamic_rules": "1"}
     if nodes > 1:
         # On several nodes Open MPI prefers its component coll_han, which ignores these rules.

@@ -79,7 +79,7 @@ def pool_size(nbytes: int, cold: bool) -> int:
 
 
 def check_forms(forms: Sequence[str], low: int, cold: bool) -> None:
-    """Raise ConfigError for an unknown name in `forms`, or if `cold` needs too many vectors."""
+    """Raise ConfigError if `forms` has an unknown name, or if `low` is too small for ``--cold``."""
     for form in forms:
         if form not in FORMS:
             raise ConfigError(f"--forms {form}: expected some of {', '.join(FORMS)}")
@@ -168,7 +168,7 @@ def measure(
 
 
 def label(name: str, form: str) -> str:
-    """Return the name of a row: the algorithm, followed by the form unless the form is "call"."""
+    """Return the name of a row: "NAME FORM", or only the `name` if the `form` is "call"."""
     return name if form == "call" else f"{name} {form}"
 
 

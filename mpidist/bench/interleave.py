@@ -63,7 +63,7 @@ def interleave(
     repeat: int = 1,
     meter: Callable[[], np.ndarray] | None = None,
 ) -> dict[str, Measured]:
-    """Time `repeat` calls of every candidate in each of `rounds` rounds. Collective over `comm`.
+    """Measure `repeat` calls of every candidate in each of `rounds` rounds. Collective over `comm`.
 
     Returns for each name a `Measured`: the seconds per call in each round, and the counts per call
     (see `meter`).

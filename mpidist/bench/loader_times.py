@@ -35,10 +35,10 @@ def measure(comm, nbytes: int, rounds: int, folder: str, batch: int) -> list[dic
     """Return result rows for files of about `nbytes` bytes in `folder`. Collective over `comm`.
 
     A row has the keys source, order ("in order" or "shuffled"), pages ("cold" or "warm"), ranks,
-    bytes, samples_per_s (of the loader) and plain_samples_per_s (of the plain read). The key ratio
-    is the time of the plain read divided by the time of the loader, as the median over the
-    `rounds`; low and high are the ends of its 95 % interval. The keys cpu_us and plain_cpu_us are
-    the CPU times per sample of the loader and of the plain read.
+    bytes, samples_per_s (of the loader) and plain_samples_per_s (of the plain read, which does not
+    decode samples). The key ratio is the time of the plain read divided by the time of the loader,
+    as the median over the `rounds`; low and high are the ends of its 95 % interval. The keys cpu_us
+    and plain_cpu_us are the CPU times per sample of the loader and of the plain read.
     """
     count = max(batch * comm.size, nbytes // _RECORD)
     rows = []

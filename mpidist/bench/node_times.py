@@ -69,7 +69,7 @@ class FakedNode:
 
 
 def measure(size: int, nbytes: int, rounds: int) -> dict:
-    """Time an allreduce of `nbytes` bytes on a simulated node of `size` ranks; return a row.
+    """Measure an allreduce of `nbytes` bytes on a simulated node of `size` ranks; return a row.
 
     Returns
     -------

@@ -32,7 +32,7 @@ BLOCK = 10
 
 
 def measure(comm, name: str, *, rounds: int, torch: bool) -> dict:
-    """Time a training step of the model `name`; return a row with times in microseconds.
+    """Measure a training step of the model `name`; return a row with times in microseconds.
 
     Collective over `comm`. In each of `rounds` rounds, a block of ten steps (`BLOCK`) is timed for
     every way to run a step.

@@ -174,7 +174,7 @@ class Group:
     def steps(self, first: int, last: int, *, together: bool = True) -> Iterator[ElasticStep]:
         """Yield the numbers of the steps ``first, ..., last - 1``. Collective.
 
-        Each number is an `ElasticStep`, whose ``with`` block is the body of the step. Steps that
+        Each number is an `ElasticStep`: write the body of the step into ``with step:``. Steps that
         are already done are left out. At the end of the loop, all living ranks have done all steps.
 
         With ``together=False``, which works only in `run_elastic`, a rank does not wait for the
@@ -412,7 +412,7 @@ def _first_of(comm, table: dict) -> dict:
 
 
 def is_smaller_side(before: Sequence[str], living: Sequence[str]) -> bool:
-    """Return whether the ranks `living` must end, because ranks that they cannot reach may go on.
+    """Return whether the ranks `living` are the smaller part of a job, which must end.
 
     If a network failure cuts the job in two, each part loses contact with the other part, which may
     still run. Only one part may go on: the part with more ranks, or, if both have the same number,

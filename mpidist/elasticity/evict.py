@@ -8,8 +8,9 @@ for one of three causes, each with a limit in seconds:
     silent    its threads do not run: a native call holds Python's lock     `EvictionLimits.silent`
     late      it computes while other ranks wait                            `EvictionLimits.late`
 
-If more ranks are late than wait, the step merely takes long, and no rank is evicted as late. A rank
-that saves, loads data, evaluates or measures (`Group.phase`) is evicted only if it is stopped.
+If the late ranks outnumber the waiting ranks, the step merely takes long, and no rank is evicted as
+late. A rank that saves, loads data, evaluates or measures (`Group.phase`) is evicted only if it is
+stopped.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class Record(NamedTuple):
     """What a rank publishes for the other ranks of its node. Times are in seconds.
 
     `beat` is the time of the last sign of life. `phase` is a number for what the rank does, such as
-    waiting or saving. `since` is the time at which this phase began, or, if that is later, the time
-    at which the rank's newest step began. All times are those of CLOCK_MONOTONIC. `state` is the
+    waiting or saving. `since` is the later of two times: the beginning of this phase, and the
+    beginning of the rank's newest step. All times are those of CLOCK_MONOTONIC. `state` is the
     letter of the state in /proc/PID/stat, or "X" if the process has ended.
     """
 
@@ -148,7 +148,7 @@ class NodeBoard:
             view[_WHY] = why
 
     def fate(self, rank: int) -> tuple[int, float]:
-        """Return why `rank` was evicted: the arguments of `cause_in_words`. (0, 0.0) if unknown."""
+        """Return the arguments of `cause_in_words` (why, amount) for `rank`, or (0, 0.0)."""
         view = self._view(rank)
         if view is not None and view[_WHY]:
             return int(view[_WHY]), view[_AMOUNT]

@@ -1,7 +1,7 @@
 """Watch the other ranks of the node, and evict ranks that are stopped, hang or are late.
 
-    main thread   if this rank is the lowest rank of the node that waits in mpidist: checks the
-                  other ranks about every 5 ms
+    main thread   checks the other ranks about every 5 ms while it waits for ranks, unless a lower
+                  rank of the node waits, too
     watch thread  writes beats (signs of life). If all lower ranks of the node are stopped or dead,
                   it also checks the other ranks. It uses no MPI, so it works while the main threads
                   of all ranks are inside a call of MPI, such as Shrink
@@ -58,7 +58,7 @@ class NodeWatch:
     # -- what this rank shows --------------------------------------------------------------
 
     def begin_wait(self, now: float) -> int:
-        """Show the other ranks that the main thread waits; return this rank's phase before."""
+        """Show the other ranks that the main thread waits; return the phase shown before."""
         self.next_look = now + LOOK
         return self.board.show(WAIT, now)
 
@@ -71,7 +71,7 @@ class NodeWatch:
         self._last_step, self._first = now, False
 
     def begin_steps(self) -> None:
-        """Show the other ranks that this rank begins to do steps, and can be late from now on."""
+        """Show the other ranks that this rank begins steps, so that they notice if it is late."""
         self._last_step, self._first = time.monotonic(), True
         self.board.show(COMPUTE, self._last_step)
 

@@ -70,8 +70,8 @@ def size_of(state: State) -> int:
 def bring_up_to_date(comm: MPI.Intracomm, state: State, step: int) -> int:
     """Give all ranks of `comm` the state of the rank with the largest `step`. Collective.
 
-    Arrays are overwritten in place. Each number is replaced in the dict that contains it. Returns
-    the largest step, or `NOTHING` (-2) if no rank has a state.
+    Arrays of `state` are overwritten in place, and numbers in its dicts are replaced. Returns the
+    largest step, or `NOTHING` (-2) if no rank has a state.
     """
     mine, steps = np.array([step], np.int64), np.empty(comm.size, np.int64)
     wait_for([comm.Iallgather(mine, steps)], mine, steps)

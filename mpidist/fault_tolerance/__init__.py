@@ -1,1 +1,1 @@
-"""Fault tolerance: save in time, and find hangs, slow ranks and unequal replicas."""
+"""Fault tolerance: save before a job ends, and find hangs, slow ranks and unequal replicas."""

@@ -105,8 +105,8 @@ def guard(
         A number of steps. `check_loss` computes the mean loss of each block of so many steps, and
         stops the run if the mean of a block is not smaller than the means of all blocks before.
     every : int
-        The ranks tell each other whether they want to stop only at steps whose number is a multiple
-        of `every`.
+        Only at steps whose number is a multiple of `every`, the ranks tell each other whether they
+        want to stop.
     deciders : MPI.Intracomm, optional
         The ranks that run the loop and call `should_stop`, if they are not all ranks of `comm`. All
         other ranks, such as parameter servers, pass ``MPI.COMM_NULL``. When the loop has stopped,
@@ -317,7 +317,7 @@ class Guard:
         raise error
 
     def losses(self) -> list[float]:
-        """Return the losses that `check_loss` compares, for `take_over`."""
+        """Return the losses that a later guard needs to continue `check_loss` (see `take_over`)."""
         return [self._best, *self._losses]
 
     def take_over(self, earlier: Guard | None, losses: Sequence[float]) -> None:

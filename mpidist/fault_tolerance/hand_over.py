@@ -97,7 +97,7 @@ def announce(can: bool) -> None:
 
 
 def asked(comm) -> str:
-    """Return where newly started ranks want the state of this run. Collective over `comm`.
+    """Return the place where new ranks expect the state of this run. Collective over `comm`.
 
     Returns `heartbeat.IN_MEMORY` (in the memory of the host), `heartbeat.IN_STORE` (in the
     checkpoint store), or "" if no new ranks ask for the run.
@@ -162,10 +162,10 @@ def _note(decided: bool) -> bool:
 
 @contextmanager
 def leaving(comm) -> Iterator[None]:
-    """Context manager for a user's own loop: newly started ranks may continue the training run.
+    """Context manager that lets newly started ranks continue the loop in its ``with`` block.
 
-    If a guard (see `md.guard`) stops the loop because new ranks want to continue the run, `mpidist
-    launch` is told that the new ranks can load the checkpoint from the store.
+    When a guard (see `md.guard`) has stopped the loop for new ranks, the context manager tells
+    `mpidist launch` that they can load the checkpoint from the store.
     """
     try:
         yield

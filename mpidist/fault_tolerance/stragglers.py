@@ -51,9 +51,9 @@ def find_stragglers(
 ) -> list[Straggler]:
     """Return the slow ranks, given the times of all ranks in ten steps.
 
-    `times` is an array (ranks, phases): the seconds per step of each phase, a part of a step. A
-    rank is slow if its time is more than `factor` times the median of the other ranks, and more
-    than 5 ms longer.
+    ``times[rank, k]`` is how many seconds per step the rank spends in ``phases[k]``, a part of the
+    step. A rank is slow if its time is more than `factor` times the median of the other ranks, and
+    more than 5 ms longer.
     """
     totals = times.sum(axis=1)
     found = []
@@ -67,7 +67,7 @@ def find_stragglers(
 
 
 def sharing(places: Sequence[tuple[int, frozenset[int]]]) -> frozenset[int]:
-    """Return the ranks that share cores, because there are fewer cores than ranks."""
+    """Return the ranks that must share cores; `places` has the machine and cores of each rank."""
     found: set[int] = set()
     for machine in {machine for machine, _ in places}:
         there = {rank: cores for rank, (where, cores) in enumerate(places) if where == machine}

@@ -9,8 +9,8 @@ counter in the file. Examples:
     rank 2   beat 41  step 811  failed    an error of this rank has ended the job
     rank 3   beat 41  step 811  heard     a signal has asked the rank to end
 
-The exit code of ``mpiexec`` is not enough: with fault tolerance, Open MPI's returns 0 even after a
-rank was killed.
+The exit code of ``mpiexec`` is not enough: with fault tolerance, Open MPI's ``mpiexec`` returns 0
+even after a rank was killed.
 """
 
 from __future__ import annotations
@@ -265,11 +265,11 @@ def tell_launcher(name: str, text: str = "") -> None:
 def make_decision(folder: Path, text: str) -> bool:
     """Decide which of two starts of the program continues a run.
 
-    When a job gets more ranks, the first start, whose folder is `folder`, and the new one run at
-    the same time. `text` is `KEPT` if the first one keeps the run. Otherwise the new one takes the
-    run over, and `text` says where it finds the state: `IN_MEMORY` (of the host) or `IN_STORE` (the
-    checkpoint store). Only the first decision counts. The result is true if that decision is
-    `text`.
+    When a job gets more ranks, the program is started again while its first start, which uses
+    `folder`, still runs. `text` is `KEPT` if the first start keeps the run. Otherwise the new start
+    takes the run over, and `text` says where it finds the state: `IN_MEMORY` (of the host) or
+    `IN_STORE` (the checkpoint store). Only the first decision counts. Returns whether `text` is the
+    first decision.
     """
     try:
         # A symbolic link is made in one step together with its text. A file could stay empty,

@@ -1,4 +1,4 @@
-"""Run commands with a deadline and output to files; leave none of their processes alive.
+"""Run commands with a time limit, write their output to files, and leave no process alive.
 
 The ranks that an MPI launcher starts may outlive the launcher. To find them, `Started` puts a
 random mark into the environment of the launcher, which all its descendants inherit. When the
@@ -74,8 +74,8 @@ class Started:
         must be false for ``sbatch``, whose jobs continue after ``sbatch`` has ended.
     session : bool
         Whether to call `remove_session` with the pid of the command. `session` must be false in a
-        private process namespace. The pid of the command there may be equal to the pid of a
-        launcher outside, whose session folder would then be removed.
+        private process namespace: there the pid may be equal to that of another launcher, whose
+        temporary files would be removed.
     """
 
     def __init__(
@@ -240,9 +240,9 @@ def forgotten_segments(age: float) -> set[Path]:
 
 
 def remove_session(pid: int, env: Mapping[str, str]) -> None:
-    """Remove the session folder of an Open MPI launcher that has ended.
+    """Remove the session folder (temporary files) of an Open MPI launcher that has ended.
 
-    Call this function after the end of a launcher, and between fork and exec of a new launcher.
+    Also call this function before a new launcher with the same pid begins.
 
     Parameters
     ----------

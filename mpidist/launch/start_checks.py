@@ -125,7 +125,7 @@ def check_launch(
     environ : mapping
         ``os.environ``.
     facts : mapping, optional
-        The `versions_fingerprint` of this rank, if the caller has added entries to it.
+        What the ranks compare, by default the result of `versions_fingerprint`.
     problem : str, optional
         A text that says why this rank cannot continue. The caller prints the problem of rank 0
         before this call.

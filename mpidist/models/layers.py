@@ -17,10 +17,10 @@ A pipeline can call the two halves of `backward` at different times, in any orde
 
 A piece is a batch with gradients of its own. The first axis of each array is the number of the
 piece. All pieces have equal size, and the results of a piece do not depend on the other pieces.
-Images have the shape (pieces, channels, height, width, samples). The convolution of a piece is one
-matrix product:
+Images have the shape (pieces, channels, height, width, samples). The convolution of a piece with c
+channels and kernels of k x k pixels is one matrix product:
 
-    weights (out, c k k)  @  columns (c k k, rows cols samples)  ->  (out, rows cols samples)
+    weights (out, c*k*k)  @  columns (c*k*k, rows*cols*samples)  ->  (out, rows*cols*samples)
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class Relu(_Fixed):
 
 
 class Images(_Fixed):
-    """Turn x of shape (batches, samples, channels, height, width) into images, samples last."""
+    """A layer that moves axis 1 of x, (pieces, samples, channels, height, width), to the end."""
 
     def forward(self, parameters, x):
         """Return (y, None): `backward` needs nothing."""
@@ -284,7 +284,7 @@ class Rows(_Fixed):
 
 
 def softmax_cross_entropy(scores, labels):
-    """Return (mean loss of each piece (batch), gradient of the losses with respect to `scores`).
+    """Return the mean loss of each of several batches (pieces), and its gradient for `scores`.
 
     `scores` have the shape (pieces, samples, classes). `labels` are integers from 0, with the shape
     (pieces, samples).

@@ -11,8 +11,8 @@ An allreduce sends about twice as many bytes as an allgather of as many values. 
 layer with more outputs than inputs, such as a classifier with many classes, and `rows` suits a
 layer with more inputs than outputs.
 
-All ranks get the same bits, and every run with as many ranks gives the same bits. The results may
-differ from those of one rank with the whole layer in the last bits.
+All ranks get the same bits, and every run with as many ranks gives the same bits. The last bits may
+differ from those of one rank with the whole layer.
 
 Reference: Shoeybi et al., Megatron-LM, 2019, arXiv:1909.08053.
 """
@@ -46,9 +46,9 @@ class SplitDense:
     Parameters
     ----------
     comm : MPI.Comm
-        The ranks over which the weights are split. Do not train these ranks together with one
-        `md.train` or one `md.Stage`, because these expect that all ranks have equal parameters.
-        `md.Pipeline(split=...)` makes such layers for `md.train`.
+        The ranks over which the weights are split. Do not pass `comm` to `md.train` or `md.Stage`
+        yourself, because these expect equal parameters on all ranks. Instead, let
+        `md.Pipeline(split=...)` make such layers for `md.train`.
     name : str
         The parameters are called ``name.weight`` and ``name.bias``.
     inputs, outputs : int

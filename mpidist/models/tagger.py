@@ -108,7 +108,7 @@ def tagger(inputs: int = 1152, classes: int = 3862, hidden: int = 0, seed: int =
 
 
 def hit_at_one(scores, labels) -> float:
-    """Return the fraction of samples whose entity with the highest score is one of their labels."""
+    """Return the fraction of samples whose class with the highest score is one of their labels."""
     best = _on_host(scores).argmax(axis=1)
     return float(_on_host(labels)[np.arange(len(best)), best].astype(bool).mean())
 

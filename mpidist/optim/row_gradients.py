@@ -57,8 +57,8 @@ def row_groups(group: tuple, most: int) -> Iterator[tuple]:
     The caller changes the copies in place; they are then written back to the arrays. `group` is
     (parameter, (rows, values), state arrays). Each yielded tuple is (copied rows of the parameter,
     values of their gradient, copied rows of the state arrays, scratch). `scratch` is an
-    uninitialised array of the shape of the copied rows. Each array has at most about `most`
-    elements.
+    uninitialised array of the shape of the copied rows. Each yielded array has at most `most`
+    elements, or is a single row.
     """
     parameter, (rows, values), *slots = group
     width = max(1, values[:1].size)

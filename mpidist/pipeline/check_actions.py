@@ -110,13 +110,13 @@ def _check_complete(lists, p: int, chunks: int) -> None:
 
 
 def sender_of(one: StageAction, p: int) -> tuple[int, StageAction]:
-    """Return the rank that sends what a receive gets, and its send. The receive is `one`."""
+    """Return the rank whose send belongs to the receive `one`, and this send."""
     kind, other = (SEND_F, one.chunk - 1) if one.kind == RECV_F else (SEND_B, one.chunk + 1)
     return other % p, StageAction(kind, other, one.microbatch)
 
 
 def receiver_of(one: StageAction, p: int) -> tuple[int, StageAction]:
-    """Return the rank that gets what a send sends, and its receive. The send is `one`."""
+    """Return the rank whose receive belongs to the send `one`, and this receive."""
     kind, other = (RECV_F, one.chunk + 1) if one.kind == SEND_F else (RECV_B, one.chunk - 1)
     return other % p, StageAction(kind, other, one.microbatch)
 

@@ -18,14 +18,14 @@ MOST_SETS = 20_000
 
 
 def cut_sets(profile: LayerProfile, most: int = MOST_SETS) -> tuple[np.ndarray, bool]:
-    """Return the sets of layers after which a model may be cut (only some, if there are many).
+    """Return, for each place at which a model may be cut, the set of all layers before the cut.
 
     Returns
     -------
     sets : array (sets, layers) of bool
-        The sets in order of size, from the empty set to the set of all layers.
+        Each row says which layers are before one cut, from no layer to all layers.
     exact : bool
-        Whether `sets` has all sets of layers after which the model may be cut.
+        False if there are more than `most` such sets, and `sets` has only some of them.
     """
     n = len(profile.layers)
     needs = [0] * n

@@ -82,8 +82,8 @@ def read_profile(path: str | Path) -> LayerProfile:
     Raises
     ------
     ConfigError
-        The file cannot be read, the edges form a cycle, or a line is wrong. The error text contains
-        the number of a wrong line.
+        The file cannot be read, layers feed each other in a cycle, or a line is wrong. The error
+        text contains the number of a wrong line.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

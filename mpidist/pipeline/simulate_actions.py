@@ -116,7 +116,7 @@ def simulate_placed(
     leaves, enters, spans = [0.0] * p, [0.0] * p, list[Span]()
 
     def transfer(receive: StageAction, rank: int) -> None:
-        """Compute when a message arrives, once both its send and its receive have begun."""
+        """If both the send and the receive of a message have begun, compute when it arrives."""
         send = sender_of(receive, p)[1]
         source = holder(send.chunk, send.microbatch)
         if receive in begun and send in begun:

@@ -6,8 +6,8 @@
 The ranks are numbered stage by stage. The replicas of a stage are ranks with the same layers; each
 has a contiguous block of the microbatches. (With "pipedream" a replica has every r-th microbatch
 instead: `pipedream_order`.) If all stages have the same number r of replicas, the ranks form r
-separate pipelines. Otherwise the microbatches come in turn from the blocks of the stage with the
-most replicas:
+separate pipelines. Otherwise the stage with the most replicas sets the order: the first microbatch
+of each of its replicas, then the second of each, and so on:
 
     8 microbatches, replicas [2, 1]     rank 0 has 0 1 2 3, and rank 1 has 4 5 6 7;
                                         they enter as 0 4 1 5 2 6 3 7;

@@ -17,7 +17,7 @@ from ..collectives.schedules.schedule import Step, length
 
 
 class Class(NamedTuple):
-    """Ranks that do the same steps, each with its own peers and its own parts of the vector.
+    """Ranks that do the same steps of a simulated allreduce, each with its own peers and data.
 
     `peers` has an array for each step: the peer of each of the `ranks`.
     """
@@ -27,13 +27,13 @@ class Class(NamedTuple):
     peers: list[np.ndarray]
 
     def without_empty(self) -> Class:
-        """Return a copy of this class of ranks, with only those steps that move elements."""
+        """Return a copy of this group of ranks, without the steps that have no elements."""
         kept = [i for i, s in enumerate(self.steps) if length(s.source) or length(s.target)]
         return Class(self.ranks, [self.steps[i] for i in kept], [self.peers[i] for i in kept])
 
 
 def of_tree(size: int, n: int, itemsize: int) -> list[Class]:
-    """Return the classes of ranks for a tree allreduce: those with subtrees of the same sizes."""
+    """Return the groups of ranks that do the same steps in a tree allreduce (equal subtrees)."""
     alike = defaultdict(list)
     for rank in range(size):
         reach = (rank & -rank) or 1 << tree.rounds(size)
@@ -48,7 +48,7 @@ def of_tree(size: int, n: int, itemsize: int) -> list[Class]:
 
 
 def of_butterfly(build: Callable, size: int, n: int, itemsize: int) -> list[Class]:
-    """Return the classes of ranks for a butterfly allreduce.
+    """Return the groups of ranks that do the same steps in a butterfly allreduce.
 
     They are the ranks outside of the butterfly (if the number of ranks is no power of two), the
     partners of these ranks, and all other ranks.
@@ -79,9 +79,9 @@ def of_butterfly(build: Callable, size: int, n: int, itemsize: int) -> list[Clas
 
 
 def of_double_tree(size: int, n: int, itemsize: int) -> list[Class]:
-    """Return the classes of ranks for an allreduce with two trees.
+    """Return the groups of ranks that do the same steps in an allreduce with two trees.
 
-    In each of the two trees, the ranks of a class have the same depth and the same number of
+    In each of the two trees, the ranks of a group have the same depth and the same number of
     children.
     """
     alike = defaultdict(list)
@@ -113,7 +113,7 @@ def of_double_tree(size: int, n: int, itemsize: int) -> list[Class]:
 
 
 def _halved(build: Callable, size: int, n: int, itemsize: int) -> list[Class]:
-    """Return the classes of a butterfly whose function `build` takes the argument `itemsize`."""
+    """Return the groups for a butterfly whose function `build` takes the argument `itemsize`."""
     return of_butterfly(partial(build, itemsize=itemsize), size, n, itemsize)
 
 

@@ -138,7 +138,7 @@ def again(ranks: int, started_by: str, library: str, crowded: bool) -> list[str]
 
 
 def callable_as(program: str) -> str:
-    """Return what a user must type to run `program`, which is in the folder of this Python."""
+    """Return what a user must type to run `program`, which is installed beside this Python."""
     own = Path(sys.executable).with_name(program)
     found = shutil.which(program)
     if not own.exists() or (found and Path(found).resolve() == own.resolve()):
@@ -148,7 +148,7 @@ def callable_as(program: str) -> str:
 
 
 def quick_start(kind: str, launcher: str, environ: Mapping[str, str]) -> str:
-    """Return a shell command that makes MPI_Init of Open MPI faster by a second, or "".
+    """Return a shell command with which Open MPI starts a second faster; "" if there is none.
 
     The command switches off one of Open MPI's transports if all ranks are on one host, and does
     nothing if the user has chosen the transports.

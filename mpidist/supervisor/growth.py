@@ -41,10 +41,10 @@ class Waiting(Protocol):
 
     @property
     def signs(self) -> Sequence[Sign]:
-        """The newest heartbeat (sign of life) of each of the new, waiting ranks."""
+        """The newest heartbeat (sign of life) of each of the new ranks."""
 
     def fault(self, now: float) -> str:
-        """Return why the waiting ranks cannot take over the run any more; "" if they can."""
+        """Return why these new ranks can no longer take over the run; "" if they can."""
 
     def end(self) -> None:
         """End all processes of the new attempt (start of the program)."""
@@ -58,8 +58,8 @@ class Growth(Generic[W]):
 
     `folder` is the folder of the old attempt, `new` the new attempt, and `more` the number of
     additional ranks that the user has asked for. `asked` says whether the old ranks have been asked
-    for the state. `gone` says whether `mpidist launch` has decided that the new ranks continue the
-    run.
+    for the state. `gone` is true when the old ranks must end, because the new ranks have taken over
+    the run.
     """
 
     def __init__(self, folder: Path, new: W, more: int):

@@ -180,7 +180,7 @@ def doubted(job: LaunchedJob, attempt: Attempt, place: AttemptPlace) -> Attempt:
     """Return the result `attempt`, changed to a failure if a host does not answer.
 
     If a host is lost, Open MPI's launcher ends with exit code 0, so this code does not prove that
-    the program has finished. If the ranks write no heartbeats, this function tests the hosts.
+    the program has finished. If no heartbeats prove it either, this function tests the hosts.
     """
     hosts = list(place.hosts or ())
     if not attempt.finished or attempt.told or len(hosts) < 2:

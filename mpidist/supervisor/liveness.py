@@ -14,9 +14,9 @@ class Limits(NamedTuple):
     """The time limits after which an attempt (a start of the program) must be ended, in seconds.
 
     - `heartbeat`: the longest time without a heartbeat of a rank.
-    - `start`: the longest time from the first rank's begin until all ranks have begun. If no rank
-      has begun, it is the longest time from the start of the attempt. With None, the limit is 300
-      s, but only if at least one rank has begun.
+    - `start`: the longest time until all ranks have begun, counted from the first rank's begin, or,
+      if none has begun, from the start of the attempt. None means 300 s, and no limit before the
+      first rank has begun.
     - `stall`: the longest time without a completed step; None for no limit.
     - `grace`: the time in which ranks must save and exit after a request to stop.
     - `launcher`: the longest time until the launcher starts the first process, and also the longest

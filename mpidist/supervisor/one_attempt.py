@@ -197,7 +197,7 @@ class RunningAttempt:
         return self.vigil.signs
 
     def fault(self, now: float) -> str:
-        """Return why these ranks, which wait to take over a run, cannot do so any more; or ""."""
+        """Return why these new ranks can no longer take over the run; "" if they can."""
         if self.process.poll() is not None:
             return f"its launcher has ended with exit code {self.process.returncode}"
         with contextlib.suppress(OSError):

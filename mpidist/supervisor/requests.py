@@ -1,8 +1,9 @@
 """Requests to a running job: continue with more ranks, or end before its hosts go away.
 
-`mpidist grow` requests more ranks by a file in the control folder. A cloud may give a notice before
-it takes a machine away: a file appears, or a command exits with 0. After a request for more ranks
-and after a notice, `mpidist launch` asks the ranks by SIGUSR1 to save and exit.
+`mpidist grow` requests more ranks by a file in the control folder. With ``--notice``, the user
+names a file that appears, or a command that exits with 0, when the cloud is about to take a machine
+away. After a request for more ranks and after such a notice, `mpidist launch` asks the ranks by
+SIGUSR1 to save and exit.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _GROW = "grow-"
 
 
 class JobRequest(NamedTuple):
-    """A request to the ranks to save and exit: why, and how many more ranks the job then gets."""
+    """Why the ranks must save and exit (`text`), and how many more ranks the job gets (`more`)."""
 
     text: str
     more: int = 0
@@ -100,7 +101,7 @@ class _Command:
 
 
 def notice_words(notice: str) -> list[str]:
-    """Return the words of the command `notice`; an empty list if `notice` is the name of a file."""
+    """Split the argument of ``--notice`` into words; return [] if it is the name of a file."""
     try:
         words = command_words("--notice", notice)
     except ConfigError:  # a file may have an apostrophe in its name

@@ -200,7 +200,7 @@ def check_model(model, predicts: bool) -> None:
 
 
 def check_optimizer(optimizer) -> None:
-    """Raise ConfigError if `optimizer` is not an optimizer (but, for example, a name)."""
+    """Raise ConfigError if `optimizer` does not have the methods `init` and `update`."""
     if has_methods(optimizer, "init", "update"):
         return
     call = ""

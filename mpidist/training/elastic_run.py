@@ -63,7 +63,7 @@ class Carried:
     # -- a run continues from the kept state ---------------------------------------------
 
     def fresh(self, resume: bool | str) -> bool | str:
-        """Return the argument `fresh` of the checkpoint store, from `resume` of `md.train`."""
+        """Return the argument `fresh` of the checkpoint store for this `resume` of `md.train`."""
         # After a death the run opens its store again, and finds its own checkpoints by its name.
         return resume == "fresh" and (self.name or True)
 
@@ -86,7 +86,8 @@ class Carried:
     def open(self, strategy, comm, asked, settings: Mapping):
         """Return the object that exchanges gradients, which `strategy` makes. Collective.
 
-        After the death of a rank, it continues with the kept state of the optimizer.
+        After the death of a rank, the returned object gets the optimizer state that this rank has
+        kept.
         """
         if self._facts is None:
             return strategy.open(comm, asked.model, asked.optimizer, **settings)
@@ -112,7 +113,7 @@ class Carried:
         run.resume(resume, retry_bad, handed)
 
     def interval_from(self, step: int) -> int:
-        """Return the step after which the interval up to the next checkpoint begins.
+        """Return the step from which the steps to the next checkpoint are counted.
 
         It is the same on all workers. `step` is the number of steps that this worker has done.
         """
@@ -256,7 +257,7 @@ def train_elastic(
     carry: Callable[[str, int], Carried],
     train: Callable[[Any, Carried], Summary],
 ) -> Summary:
-    """Call ``train(comm, carried)``, and call it again after each death. Collective over `comm`."""
+    """Call `train`, and call it again each time a rank has died. Collective over `comm`."""
     check = partial(check_possible, comm, settings.min_ranks, settings.spares)
     same_on_all(comm, "md.train: elastic", check)
     name = run_on_all(comm, "md.train", lambda: uuid.uuid4().hex, lambda names: names[0])

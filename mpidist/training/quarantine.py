@@ -50,8 +50,8 @@ class Quarantine:
     comm : MPI.Comm
         The workers; None on a dedicated server.
     source : Source
-        The source of the records. In the file `path`, its name is its attribute `name`, or its type
-        if it has no such attribute.
+        The source of the records. Its name in the list of bad records is its attribute `name`, or
+        else the name of its type.
     max_bad : float
         The fraction of the records that may be bad.
     path : path-like, optional

@@ -74,7 +74,7 @@ def checkpoints_there(resume: bool | str, path: str, last: int) -> ConfigError:
 
 
 def save_failure(error: Exception, step: int | None, store) -> str:
-    """Return the text of `error`, with the step and the folder that could not be saved."""
+    """Return the text of `error` with the step that was not saved, and the folder of the store."""
     if "save of step " in str(error):
         return str(error)
     of = "" if step is None else f" of step {step}"

@@ -76,8 +76,8 @@ class AllReduce:
     ):  # fmt: skip
         """Return the object that exchanges the gradients in one run. Collective over `comm`.
 
-        If `optimizer_state` is given, all ranks already hold equal parameters and equal states of
-        the optimizer, and continue with them.
+        If the caller gives an `optimizer_state`, with which the run continues, this state and the
+        parameters must be equal on all ranks.
         """
         from .exchanges.allreduce_exchange import Replicas
         from .exchanges.microbatch_exchange import PieceReplicas

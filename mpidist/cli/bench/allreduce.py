@@ -57,7 +57,7 @@ def _words(text: str) -> list[str]:
 
 
 def run(comm, args) -> list[dict]:
-    """Time allreduces of the sizes in `args`, print a table, and return its rows.
+    """Measure allreduces of the sizes in `args`, print a table, and return its rows.
 
     Collective over `comm`.
     """

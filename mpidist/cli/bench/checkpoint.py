@@ -16,7 +16,7 @@ def add_options(parser) -> None:
 
 
 def run(comm, args) -> list[dict]:
-    """Time saves and restores as `args` says, print a table, and return its rows.
+    """Measure how long saves and restores take, print a table, and return its rows.
 
     Collective over `comm`.
     """

@@ -1,4 +1,4 @@
-"""``mpidist bench loader``: time reading samples, and compare with a plain read."""
+"""``mpidist bench loader``: measure how fast samples are read, and compare with a plain read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def add_options(parser) -> None:
 
 
 def run(comm, args) -> list[dict]:
-    """Time reading samples as `args` says, print a table, and return its rows.
+    """Measure how fast samples are read, print a table, and return its rows.
 
     Collective over `comm`.
     """

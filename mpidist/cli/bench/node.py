@@ -17,7 +17,7 @@ def add_options(parser) -> None:
 
 
 def run(comm, args) -> list[dict]:
-    """Time one rank's work on rank 0 only, print a table, and return its rows."""
+    """Measure one rank's work on rank 0 only, print a table, and return its rows."""
     from ...bench.node_times import measure
 
     columns = ("Ranks", "size", "us", "staging(MiB)")

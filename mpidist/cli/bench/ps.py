@@ -18,7 +18,7 @@ def add_options(parser) -> None:
 
 
 def run(comm, args) -> list[dict]:
-    """Time steps of workers in each mode, print a table, and return its rows.
+    """Measure how long steps take in each mode, print a table, and return its rows.
 
     Collective over `comm`.
     """

@@ -29,7 +29,7 @@ def add_options(parser) -> None:
 
 
 def run(comm, args) -> list[dict]:
-    """Time the cases that `args` selects, print a table, and return its rows.
+    """Measure the cases that `args` selects, print a table, and return its rows.
 
     Collective over `comm`.
     """

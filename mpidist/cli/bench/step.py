@@ -16,7 +16,7 @@ def add_options(parser) -> None:
 
 
 def run(comm, args) -> list[dict]:
-    """Time training steps of a model, print a table, and return its rows.
+    """Measure how long training steps of a model take, print a table, and return its rows.
 
     Collective over `comm`.
     """

@@ -38,7 +38,7 @@ def slot_links(
     ----------
     grid : PipelineGrid
     cut_bytes : sequence of float
-        For each cut, the bytes of a microbatch that cross the cut, in both directions.
+        For each cut between two groups of layers, the bytes of a microbatch in both directions.
     sum_bytes : sequence of float
         For each stage, the bytes of its parameters.
     """
@@ -58,7 +58,7 @@ def slot_links(
 
 
 def bytes_between_hosts(hosts: Sequence, links: Links) -> float:
-    """Return how many bytes replicas of stages on different hosts exchange in a step."""
+    """Return the bytes sent between hosts in a step; `hosts[a]` is the host of slot a."""
     return sum(size for (a, b), size in links.items() if hosts[a] != hosts[b])
 
 

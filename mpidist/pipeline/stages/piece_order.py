@@ -1,8 +1,8 @@
-"""Add gradients of microbatches ("pieces") that come in any order, always to the same bits.
+"""Add gradients of microbatches ("pieces"); the bits of the sum are the same for any order.
 
-If stages have different numbers of replicas, a rank may get its pieces in another order than that
-of their numbers. All pieces are added in a fixed binary tree, so the bits of the sum do not depend
-on the order in which the pieces arrive.
+If stages have different numbers of replicas, a rank may get its pieces in any order. All pieces are
+added in a fixed binary tree, so the bits of the sum do not depend on the order in which the pieces
+arrive.
 """
 
 from __future__ import annotations

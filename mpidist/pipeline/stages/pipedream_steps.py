@@ -115,7 +115,7 @@ class PipeDreamPass(StagePass):
         self._update = update
 
     def taken(self) -> tuple[list, float]:
-        """Return what this rank has computed since the last call: (spans, loss)."""
+        """Return (time spans, loss) of this rank's computations since the last call."""
         found = self.spans, self._loss
         self.spans, self._loss = [], 0.0
         return found

@@ -238,7 +238,8 @@ class Stage:
             The samples of this rank's microbatches, one after the other. `inputs` are used only on
             ranks with `reads_inputs`, and `labels` only on ranks with `reads_labels`.
         sizes : sequence of int
-            The number of samples of each microbatch of all ranks. A number may be 0.
+            The number of samples, which may be 0, of each microbatch of the step, also of the other
+            ranks' microbatches.
         total : int
             The number of samples over which the mean is taken: the mean gradients of a microbatch
             are multiplied by the number of its samples, divided by `total`. Pass the same number

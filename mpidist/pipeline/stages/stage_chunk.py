@@ -231,7 +231,7 @@ class Chunk:
 
     @property
     def loss(self) -> float:
-        """The weighted sum of all microbatches' losses, once a step's gradients are summed."""
+        """A step's loss, a weighted sum over its microbatches, once its gradients are summed."""
         return float(self.vectors[0][-2]) if self.vectors else 0.0
 
     def close(self) -> None:

@@ -142,8 +142,8 @@ class StageMessages:
     def receive(self, source: int, channel: int, samples: int) -> Arrival:
         """Begin to receive an array of `samples` samples from the rank `source`.
 
-        `channel` is a number from which the MPI tags follow: each chunk (group of consecutive
-        layers) has one channel for arrays of the forward pass and one for the backward pass.
+        Each chunk (group of consecutive layers) has one `channel` number for arrays of the forward
+        pass, and one for arrays of the backward pass.
         """
         one = Arrival(self, source, channel, samples)
         self._noted[source, channel].append(one)
@@ -179,9 +179,9 @@ class StageMessages:
         return memory[start : start + nbytes]
 
     def give_back(self, arrived: Sequence[Arrival], after: list[MPI.Request]) -> None:
-        """Let later receives use the buffers of the received arrays `arrived`.
+        """Let later receives write into the memory of the received arrays `arrived`.
 
-        They may use the buffers as soon as the requests in `after` are complete.
+        They may write as soon as the requests in `after` are complete.
         """
         self._sending.append((after, None, arrived))
 

@@ -97,8 +97,8 @@ class SumPart:
         """Return where layers must write the next microbatch's gradients: a vector, and arrays.
 
         The arrays are in a dict, by the names of the gradients. They are views of the vector, or of
-        the small memory that `share_memory` has made. After the backward pass of each layer, call
-        `take`.
+        memory that each layer overwrites (see `share_memory`). After the backward pass of each
+        layer, call `take`.
         """
         self._row = self.sums.next_row() if self._fits else None
         if self._row is None and self._one_layer and weight is not None:

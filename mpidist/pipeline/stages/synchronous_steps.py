@@ -59,6 +59,6 @@ class SynchronousSteps:
         return []
 
     def close(self) -> None:
-        """Free the memory of the sums. Collective over the replicas of the stage."""
+        """Free the memory in which gradients are summed. Collective over the replicas."""
         for chunk in self._stage.chunks.values():
             chunk.close()

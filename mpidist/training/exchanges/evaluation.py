@@ -144,7 +144,7 @@ def digest_header(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def digest_of_parts(comm, arrays: Mapping) -> str:
-    """Return on all ranks the digest that `parameters_digest` has for the whole arrays. Collective.
+    """Return on all ranks what `parameters_digest` returns for the whole arrays. Collective.
 
     `arrays` has the arrays of this rank by name: whole arrays, or parts of whole arrays (`Shard`).
     """

@@ -23,10 +23,9 @@ class PeerAverage:
     Parameters
     ----------
     graph : str, sequence of sequences of int, or function
-        Which ranks average their models with each other: "all", "ring", "butterfly" or "halton"; or
-        a sequence that has, for each rank, the ranks to which it sends its model; or a function of
-        (rank, number of ranks, number of the average) that returns these ranks. It is an error if
-        the graph does not connect all ranks.
+        Which ranks average their models: "all", "ring", "butterfly", "halton", or for each rank a
+        sequence of the ranks to which it sends its model. A function ``graph(rank, ranks, round)``
+        returns these ranks for one average, and the graph must connect all ranks.
     every : int
         The number of steps from one average to the next.
     consistency : BSP, SSP, ASP or int

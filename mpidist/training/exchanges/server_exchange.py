@@ -68,10 +68,11 @@ class Kept(NamedTuple):
     pending : Pending or None
         An interrupted step, which this worker completes first.
     shares : sequence of (step, workers, worker)
-        How batches are divided in steps before the division among the living workers begins. The
-        entries are sorted by `step`. An entry is for the steps before `step` that no earlier entry
-        is for. Their batches have `workers` parts, and this rank gets part number `worker`. If
-        `workers` is 0, this rank gets no samples of these steps.
+        How batches are divided in the steps for which a division among earlier workers still
+        counts. The entries are sorted by `step`. Each entry is for the steps before its `step`,
+        beginning with the `step` of the previous entry. Their batches have `workers` parts, and
+        this rank gets part number `worker`. If `workers` is 0, this rank gets no samples of these
+        steps.
     ahead : int
         The number of steps that the run had done when the workers' clocks were 0. The clock of a
         worker counts its finished steps.
@@ -305,7 +306,7 @@ class Served(WholeModel):
         return self._skipped - before
 
     def stops(self) -> bool:
-        """Whether all workers stop now, when this late worker has just skipped some steps."""
+        """Whether this worker, which was late and has just skipped some steps, must stop now."""
         return self.agreement.at(self.client.finished, False)
 
     def unfinished(self) -> Pending | None:

@@ -154,7 +154,7 @@ class CarriedServers(Carried):
         exchange.begin()
 
     def interval_from(self, step: int) -> int:
-        """Return the step after which the interval up to the next checkpoint begins.
+        """Return the step from which the steps to the next checkpoint are counted.
 
         It is the same on all workers: after a death, the step of the fastest worker.
         """

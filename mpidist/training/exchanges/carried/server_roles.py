@@ -1,4 +1,4 @@
-"""Which ranks of a run are servers or workers, also after deaths, and how much each serves.
+"""Which ranks are servers or workers, also after deaths, and the part of the model on each server.
 
 Ranks are named by their numbers in the communicator with which the run began.
 """
@@ -76,7 +76,7 @@ class ServerRoles:
         return [ranks.index(rank) for rank in self.servers if not self.works(rank)]
 
     def shares(self, before: Shares) -> Shares:
-        """Return {server: fraction of the model} for the living servers, in the old proportions."""
+        """Return {living server: fraction of the model}: those of `before`, scaled to the sum 1."""
         if [*before] == self.servers:
             return before  # equal to the last bit, because the layout follows from the shares
         return _scaled({rank: before.get(rank, 1.0) for rank in self.servers})
