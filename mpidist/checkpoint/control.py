@@ -35,7 +35,7 @@ def by_rank_0(comm, doing: str, work: Callable[[], Any]) -> Any:
 
 
 def call(comm, kind: str):
-    """Return a context manager that sends an exception of the method `kind` to the other ranks."""
+    """Return a context manager for the method `kind`; it sends exceptions to the other ranks."""
     return context.of(comm).call(kind)
 
 
@@ -48,9 +48,9 @@ def all_come(comm) -> None:
 
 @contextmanager
 def operation(comm, kind: str) -> Iterator[tuple[context.Context, int]]:
-    """Yield the `Context` of `comm`, and an MPI tag for the messages of the block. Collective.
+    """Yield the `Context` of `comm` and an MPI tag, for messages in the ``with`` block. Collective.
 
-    An exception in the ``with`` block on one rank ends it on all ranks.
+    An exception in the block on one rank ends the block on all ranks.
     """
     own = context.of(comm)
     tag = own.tag(own.begin(Signature(kind, "", "")))

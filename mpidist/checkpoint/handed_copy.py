@@ -78,7 +78,7 @@ def restore_newest(comm, memory: Path | None, store, like: dict, handed: str) ->
 
 
 def restore_copy(comm, memory: Path, path: str, like: Mapping, newer_than: int | None):
-    """Restore the copy of the state that the job's last start left in memory. Collective.
+    """Restore the state from the copy in memory, made before the job was restarted. Collective.
 
     Returns (step, state), and fills the arrays of `like` in place. Returns None if there is no good
     copy, or if its step is not above the step `newer_than`.

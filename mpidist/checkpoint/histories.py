@@ -1,4 +1,4 @@
-r"""Histories (branches) of a store: which step continues which, and which history is the newest.
+r"""Histories (series of saved steps): which step continues which; which history is the newest.
 
     save 800 900 1000     restore(step=900), save 950 960     fresh=True, save 10
 
@@ -9,7 +9,7 @@ r"""Histories (branches) of a store: which step continues which, and which histo
 A saved step follows the step that the same store object restored or saved last. If this is not the
 newest step, or if the new step has a lower number, the save begins a new history, which branches
 off there. The newest history has the highest number. The line of a history is its own steps, and
-the steps of older histories before the branch.
+the steps of older histories that it continues.
 
 The names of folders and files show which steps and histories exist:
 
@@ -44,7 +44,7 @@ _MARK = re.compile(
 
 
 class Mark(NamedTuple):
-    """A file whose name says where a history (branch of the saved steps) begins.
+    """A file whose name says where a history (series of saved steps) begins.
 
     History `number` begins after step `step` of history `after`. If `after` is None, it follows no
     step. `beginning` is a digest of the run's name (the text `fresh` of the store), or empty.
@@ -72,7 +72,7 @@ def _mark_of(name: str) -> Mark | None:
 
 
 class Histories:
-    """The histories (branches of the saved steps) of a store, from one listing of its folder.
+    """The histories (series of saved steps) of a store, from one listing of its folder.
 
     Attributes
     ----------
@@ -105,7 +105,7 @@ class Histories:
         return filter(self.is_committed, entries)
 
     def numbers(self) -> Iterator[int]:
-        """Return the numbers of the histories (branches of steps) with a complete step.
+        """Return the numbers of the histories (series of saved steps) with a complete step.
 
         The newest history comes first.
         """
@@ -113,14 +113,14 @@ class Histories:
         return (number for number in numbers if any(self.committed(self.own[number])))
 
     def newest(self) -> int | None:
-        """Return the number of the newest history (branch) with a complete step, or None."""
+        """Return the number of the newest history that has a complete step, or None."""
         return next(self.numbers(), None)
 
     def parts(self, number: int | None) -> Iterator[tuple[int, int]]:
-        """Yield (history, last) for history `number` and the histories that it branched from.
+        """Yield (history, last) for history `number` and the older histories that it continues.
 
-        A history is a branch of the saved steps; the newest comes first. Of an older history, only
-        the steps up to number `last` come before the branch.
+        A history is a series of saved steps; the newest comes first. Of an older history, it
+        continues only the steps up to number `last`.
         """
         last = MAX_STEP
         while number is not None:
@@ -129,9 +129,9 @@ class Histories:
             number, last = mark.after, min(last, mark.step)
 
     def line(self, number: int | None = None) -> list[Entry]:
-        """Return the step folders of a history (branch of the saved steps), newest first.
+        """Return the step folders of a history (series of saved steps), newest first.
 
-        The folders of older histories before the branch are included. None means the newest
+        The folders of older histories that it continues are included. None means the newest
         history.
         """
         return [
@@ -142,21 +142,22 @@ class Histories:
         ]
 
     def everything(self) -> list[Entry]:
-        """Return the step folders of all histories (branches of steps), newest first."""
+        """Return the step folders of all histories (series of saved steps), newest first."""
         return sorted((entry for own in self.own.values() for entry in own), reverse=True)
 
     def beginning(self, number: int) -> str:
-        """Return a text for errors that says after which step a history (branch) begins."""
+        """Return a text for errors: the number of a history, and the step after which it begins."""
         mark = self.marks.get(number, Mark(number))
         if mark.after is None:
             return f"history {number}"
         return f"history {number}, after step {mark.step} of history {mark.after}"
 
     def next_mark(self, after: int | None = None, step: int = 0, beginning: str = "") -> Mark:
-        """Return the `Mark` of a new history (branch of the saved steps).
+        """Return the `Mark` of a new history (series of saved steps).
 
         The mark is a file name that says where the history begins: after step `step` of history
-        `after`. The mark of the newest history is used again if it is equal and has no step yet.
+        `after`. If the newest history begins there as well and has no step yet, its mark is
+        returned.
         """
         last = max([*self.own, *self.marks], default=-1)
         mark = Mark(last, after, step, beginning)
@@ -165,10 +166,10 @@ class Histories:
         return mark._replace(number=last + 1)
 
     def idle_marks(self, newest: int) -> list[Mark]:
-        """Return the marks that may be removed, of histories older than history `newest`.
+        """Return the marks of histories older than number `newest` that are no longer needed.
 
-        A mark is a file that says where a history (branch of the saved steps) begins. It may be
-        removed if no step is left of its history or of any history that branched off from it.
+        A mark is a file that says where a history (series of saved steps) begins. It is needed
+        while a step is left of its history, or of a history that continues it.
         """
         needed = {part for number in self.own for part, _ in self.parts(number)}
         return [m for m in self.marks.values() if m.number < newest and m.number not in needed]
@@ -204,8 +205,8 @@ def first(
 ) -> Entry | None:
     """Return the newest complete step folder of a history, except the folders in `passed`.
 
-    A history is a branch of the saved steps; None means the newest history. If `step` is not None,
-    only folders of this step are searched. Returns None if all folders are in `passed`, and raises
+    A history is a series of saved steps; None means the newest history. If `step` is not None, only
+    folders of this step are searched. Returns None if all folders are in `passed`, and raises
     NoCheckpoint if there are none.
     """
 
@@ -238,8 +239,8 @@ def _missing(path: str, step: int | None, history: int | None) -> NoCheckpoint:
 def all_steps(path: str, history: int | None = None) -> list[int]:
     """Return the numbers of the complete steps of a history, ascending.
 
-    A history is a branch of the saved steps; None means the newest history. The steps of older
-    histories before the branch are included. Raises NoCheckpoint if `history` does not exist.
+    A history is a series of saved steps; None means the newest history. The steps of older
+    histories that it continues are included. Raises NoCheckpoint if `history` does not exist.
     """
     with suppress(*([NoCheckpoint] if history is None else [])):
         found, _ = _found(path, lambda at: {e.step for e in at.committed(at.line(history))})
@@ -277,7 +278,7 @@ def is_gone(path: str, entry: Entry) -> bool:
 
 
 def publish(name: str, history: int, step: int, root: int) -> Entry:
-    """Rename the complete folder `name` in `root` to a free name for its step; return this name."""
+    """Rename the finished folder `name` in `root` to an unused name of its step; return this."""
     own = Histories(root).own.get(history, ())
     generation = max((entry.generation for entry in own if entry.step == step), default=-1)
     while True:
@@ -292,10 +293,9 @@ def publish(name: str, history: int, step: int, root: int) -> Entry:
 
 
 class Line:
-    """Remembers the step that the next saved step will follow. Only rank 0 uses this class.
+    """Remembers the step that was restored or saved last. Only rank 0 uses this class.
 
-    With `fresh`, the steps that the folder already holds are hidden until this store has saved or
-    restored a step.
+    With `fresh`, the steps that the folder already holds are ignored; see `is_fresh`.
     """
 
     def __init__(self, path: str, fresh: bool | str):
@@ -309,7 +309,7 @@ class Line:
         self._at, self._fresh = entry, False
 
     def is_fresh(self) -> bool:
-        """Whether `fresh` still hides the steps that the folder held when the store was opened.
+        """Whether the steps that the folder already holds are ignored, as `fresh` asks.
 
         This ends when this store saves or restores a step. If `fresh` is the name of a run, it also
         ends as soon as the folder has a step of this run.
@@ -337,7 +337,7 @@ class Line:
     def latest(self) -> Entry | None:
         """Return the newest complete step folder, or None if there is none or `fresh` hides it.
 
-        It belongs to the newest history (branch of the saved steps).
+        It belongs to the newest history (series of saved steps).
         """
         with suppress(NoCheckpoint):
             return self.first()
@@ -351,18 +351,18 @@ class Line:
         return [] if history is None and self.is_fresh() else all_steps(self._path, history)
 
     def is_next(self, history: int, step: int) -> bool:
-        """Whether a copy of a step on the nodes is at least as new as this store's newest step.
+        """Whether a step that the nodes hold is at least as new as the newest step in the folder.
 
-        The copies are those of a `TieredStore`. `history` and `step` belong to the copy.
+        `history` and `step` are the numbers of the step that the nodes hold (see `TieredStore`).
         """
         latest = self.latest()
         return not self.is_fresh() if latest is None else (history, step) >= latest[:2]
 
     def is_of(self, history: int, step: int) -> bool:
-        """Whether a copy of a step on the nodes is newer than the newest history, or part of it.
+        """Whether a step that the nodes hold is newer than the newest history, or part of it.
 
-        A history is a branch of the saved steps. The steps of older histories before the branch
-        count as part of it. `history` and `step` belong to the copy.
+        `history` (a series of saved steps) and `step` are the numbers of the step that the nodes
+        hold. The steps of older histories that the newest history continues count as part of it.
         """
         latest = self.latest()
         if latest is None or self.is_next(history, step):
@@ -372,7 +372,7 @@ class Line:
             return any(part == history and step <= last for part, last in parts)
 
     def begin(self, root: int, step: int, is_good: Callable[[Entry], bool]) -> int:
-        """Return the number of the history (branch of the saved steps) for a save of `step`.
+        """Return the number of the history (series of saved steps) for a save of `step`.
 
         Raises CheckpointError if the folder `root` has undamaged steps, `fresh` does not hide them,
         and this store has neither restored nor saved a step.

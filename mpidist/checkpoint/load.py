@@ -50,7 +50,7 @@ def load(path, step: int | None = None, *, history: int | None = None) -> dict:
         The step to read; None means the newest good step. Damaged steps are reported on stderr and
         skipped.
     history : int, optional
-        The number of a history (branch of the saved steps); None means the newest history.
+        The number of a history (series of saved steps); None means the newest history.
 
     Raises
     ------
@@ -186,9 +186,9 @@ class Search:
 
 
 def count_removed(path: str, removed: int) -> int:
-    """Count a step that another process removed while it was read; return `removed` + 1.
+    """Return `removed` + 1, the number of saved steps that were removed while they were read.
 
-    `removed` is the number of such steps so far. Raises CheckpointError if it is too high.
+    `removed` is their number so far. Raises CheckpointError if it is too high.
     """
     if removed == _MOST_REMOVED:
         raise CheckpointError(

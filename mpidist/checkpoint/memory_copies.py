@@ -5,8 +5,8 @@
     memory  x     x     x     x     x          all ranks are killed in step 123: the next attempt
                                                begins with step 120, and not with step 100
 
-A `TieredStore` makes the copies in a folder of /dev/shm. The copy of a node has all arrays that
-every rank holds whole. Of arrays that are divided among ranks, it has only the parts of its own
+A `TieredStore` makes the copies in a folder of /dev/shm. A node's copy has the arrays that are
+complete on every rank. Of arrays that are divided among ranks, it has the parts of the node's own
 ranks.
 """
 

@@ -101,7 +101,7 @@ def copy_record(comm, state: Mapping, extras: Mapping, name: str, history: int) 
     """Return the state that this rank saves in the copy on its node. Not collective.
 
     `extras` has the values of all ranks that are not arrays. `name` is the name of the save, and
-    `history` the number of its history (branch of the saved steps).
+    `history` the number of its history (series of saved steps).
     """
     layout = {str(comm.rank): _layout(state)}
     mark = {"name": name, "history": history, "ranks": comm.size, "layout": layout}
@@ -142,7 +142,7 @@ def _mark(path: str, entry: steps.Entry) -> tuple[int, dict]:
 def remove_copies(path: str, newest: tuple[float, ...]) -> None:
     """Remove the copies of steps in a node's folder `path` that are not newer than `newest`.
 
-    `newest` is a pair: the number of a history (branch of the saved steps), and that of a step.
+    `newest` is a pair: the number of a history (series of saved steps), and that of a step.
     """
     with suppress(OSError):
         with files.folder(path) as root:

@@ -67,8 +67,8 @@ class CheckpointStore(Store):
     path : path-like
         A folder that all ranks can reach, the same on all ranks. The first save creates it.
     keep : int or None
-        How many good steps of the newest history (branch of the saved steps) to keep. None keeps
-        all.
+        How many undamaged steps of the newest history (a series of saved steps, see Notes) to keep.
+        None keeps all.
     keep_every : int, optional
         The steps whose number is a multiple of `keep_every` are kept as well. The newest step that
         was verified or restored is never removed.
@@ -81,18 +81,18 @@ class CheckpointStore(Store):
         Whether each shard file gets a SHA-256, which `verify` checks. Each block of a file always
         has a CRC-32.
     fresh : bool or str
-        If True, the store ignores the steps that the folder already holds, until it has saved or
-        restored a step. The files of these steps stay, and `restore` with the argument `history`
-        still reads them. A program that may be restarted should pass True at its first start only,
-        or pass a name of the run (any text) at every start. The first start with a name ignores the
-        older steps. Later starts with the same name continue from the steps of the earlier starts.
+        If True, the store ignores the steps that the folder already holds. The files of these steps
+        stay, and `restore` with the argument `history` still reads them. A program that may be
+        restarted should pass True at its first start only, or pass a name of the run (any text) at
+        every start. The first start with a name ignores the older steps. Later starts with the same
+        name continue from the steps of the earlier starts.
 
     Notes
     -----
-    A saved step follows the step that this store restored or saved last. If the folder holds newer
-    steps, for example after ``restore(step=900)``, the save begins a branch of the saved steps,
-    which is called a history. From then on, `restore` and `keep` use the steps of this branch. The
-    other steps stay on the disk, as another history.
+    A save continues the step that this store restored or saved last. If the folder holds newer
+    steps, for example after ``restore(step=900)``, the save begins a new history (series of saved
+    steps). From then on, `restore` and `keep` use the steps of this history. The newer steps stay
+    on the disk, as an older history.
 
     All ranks call every method, and an error on one rank is raised on all ranks. Use the store in a
     ``with`` block, or call `close`.
@@ -139,8 +139,8 @@ class CheckpointStore(Store):
         ----------
         step : int
             The number of the step, the same on all ranks. Saving the last step again replaces it.
-            If the number is lower than that of the last step, the save begins a new history (branch
-            of the saved steps).
+            If the number is lower than that of the last step, the save begins a new history (series
+            of saved steps).
         state : dict
             Nested dicts with string keys. An array that is not a `Shard` must be equal on all ranks
             that have it, and is written only once. This is not checked: use `md.check_replicas`.
@@ -197,7 +197,7 @@ class CheckpointStore(Store):
             The number of the step to restore. None means the newest step that every rank can read:
             damaged steps are skipped, and each is reported once on stderr.
         history : int, optional
-            The number of a history (branch of the saved steps); None means the newest history.
+            The number of a history (series of saved steps); None means the newest history.
         verify : bool
             Whether the data are compared with their checksums.
 
@@ -248,8 +248,8 @@ class CheckpointStore(Store):
     def all_steps(self, *, history: int | None = None) -> list[int]:
         """Return the numbers of the committed steps of a history, ascending. Collective.
 
-        A history is a branch of the saved steps; None means the newest history. The list includes
-        the steps of older histories before the branch. Raises NoCheckpoint when the given `history`
+        A history is a series of saved steps; None means the newest history. The list includes the
+        steps of older histories that it continues. Raises NoCheckpoint when the given `history`
         does not exist.
         """
         with self._call("all_steps"):
@@ -260,9 +260,9 @@ class CheckpointStore(Store):
     def delete(self, step: int, *, history: int | None = None) -> None:
         """Remove a step. Collective.
 
-        It is a step of `history`, the number of a branch of the saved steps; None means the newest
-        branch. Raises NoCheckpoint if the step does not exist, and CheckpointError if another job
-        saves to the folder.
+        `history` is the number of a history (series of saved steps); None means the newest history.
+        Raises NoCheckpoint if the step does not exist, and CheckpointError if another job saves to
+        the folder.
         """
         with self._call("delete"):
             self._finish()

@@ -221,8 +221,7 @@ class TieredStore(Store):
     def all_steps(self, *, history: int | None = None) -> list[int]:
         """Return the numbers of the committed steps in the shared folder, ascending. Collective.
 
-        They are the steps of `history`, the number of a branch of the saved steps; None means the
-        newest branch.
+        `history` is the number of a history (series of saved steps); None means the newest history.
         """
         return self.shared.all_steps(history=history)
 

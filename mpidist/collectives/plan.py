@@ -1,8 +1,8 @@
 """Plans: operations that are prepared once and can run many times, and the cache of plans.
 
 Making a plan is collective: the ranks check that they begin the same operation, choose an
-algorithm, build its steps and allocate memory. Each communicator has a cache, which keeps at most
-256 plans (`context.MAX_PLANS`) besides those that an object still uses.
+algorithm, build its steps and allocate memory. Each communicator has a cache, which keeps all plans
+that are in use, and at most 256 others (`context.MAX_PLANS`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CachedPlan:
         context.under_way = False
 
     def owned(self):
-        """Return this plan, and keep it until `release` is called. All ranks must call this."""
+        """Return this plan; it stays cached until `release` is called. All ranks must call this."""
         self.owners += 1
         return self
 

@@ -55,7 +55,7 @@ class Remembered:
             return {}
 
     def keep(self, key: str, entry: dict, now: float) -> None:
-        """Add a choice to the file if it was clearly the fastest, or if `all_choices` is set."""
+        """Store the chosen algorithm if it was clearly the fastest, or if `all_choices` is set."""
         clear = margin(entry["us"]) >= MARGIN and entry["won"] >= WON
         if self.path is None or not (clear or self.all_choices):
             return

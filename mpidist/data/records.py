@@ -53,7 +53,7 @@ def readable(source) -> bool:
 
     A source with the attribute ``remote`` may be read if ``remote`` is false. Without this
     attribute, only lists, tuples and mpidist's own sources may be read. A `Stream` may not be read,
-    because the last record comes only after all others.
+    because its last record can be read only after all others.
     """
     while True:
         remote = getattr(source, "remote", None)

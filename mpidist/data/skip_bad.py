@@ -58,9 +58,8 @@ class BadRecordFilter:
     def take(self, indices: np.ndarray) -> Batch:
         """Return the good samples at `indices`, and a list of the bad ones, as a `Batch`.
 
-        Raises SourceError if no record of the source could be read in several tries, ConfigError if
-        the source returned a wrong number of samples, and the source's exception if no single
-        record causes it.
+        Raises SourceError if no record could be read in several tries, and ConfigError if the
+        source returned a wrong number of samples.
         """
         for number in range(1, TRIES + 1):
             try:

@@ -25,8 +25,8 @@ def loss_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
 def with_extras(shapes: Mapping, loss: np.dtype | None = None) -> dict:
     """Return a dict name -> (shape, dtype) of gradients and extras, in their order in memory.
 
-    The extras are two numbers that are summed together with the gradients. `loss` is their dtype;
-    None means the dtype that `loss_dtype` returns.
+    The extras are two numbers, one of them a loss, that are summed together with the gradients.
+    `loss` is the dtype of the extras; None means the dtype that `loss_dtype` returns.
     """
     first = loss or loss_dtype(dtype for _, dtype in shapes.values())
     return {
@@ -58,7 +58,7 @@ def allocate(spec: Mapping, xp, rows: tuple[int, ...] = ()) -> tuple[dict, list]
 def flat_views(
     parameters: Mapping, rows: tuple[int, ...] = (), loss: np.dtype | None = None
 ) -> tuple[dict, list]:
-    """Allocate zeros for the gradients of `parameters`; return (views by name, vectors).
+    """Allocate one vector of zeros per dtype for gradients; return (views by name, vectors).
 
     With ``rows=(k,)`` each vector has the shape (k, n) instead of (n,).
     """

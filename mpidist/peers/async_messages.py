@@ -46,7 +46,7 @@ class AsyncMessages:
         self._received = np.zeros(comm.size, np.int64)
 
     def average(self, wait: Wait) -> None:
-        """Do the next round: average with the models that have arrived, and send this rank's."""
+        """Average this rank's model with those that have arrived, then send it to peers."""
         self.round += 1
         self._progress()
         if self._newest:

@@ -94,9 +94,9 @@ class MixedArrays:
                 start = stop
 
     def distance(self, before: Sequence) -> tuple[float, float]:
-        """Return the sums of ``(x - y) ** 2`` and of ``x ** 2`` over all elements x of the arrays.
+        """Return two squared norms: of the difference from `before`, and of these arrays.
 
-        y is the element of `before` at the same place as x.
+        Both are sums over all elements of all arrays.
         """
         apart = length = 0.0
         for array, other in zip(self.arrays, before, strict=True):

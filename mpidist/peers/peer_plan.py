@@ -80,7 +80,7 @@ class PeerPlan:
         return weight / (1 - weight * len(self.receives(rank, round)))
 
     def matrix(self, round: int) -> np.ndarray:
-        """Return the matrix M of a round: ``M[i, j]`` is the weight of model j for rank i."""
+        """Return the matrix of a round: [i, j] is the weight of model j in the mean of rank i."""
         found = np.zeros((self.size, self.size))
         for rank in range(self.size):
             received = self.receives(rank, round)

@@ -17,7 +17,7 @@ from .peer_plan import PeerPlan
 
 
 class Expected(NamedTuple):
-    """A model that this rank receives: the number of its round, and the rank that sends it."""
+    """A model that this rank receives: the round of averaging that it is for, and its sender."""
 
     round: int
     sender: int

@@ -1,10 +1,10 @@
-"""The end of a communicator's context: all ranks leave together, or some raise an error.
+"""Close mpidist's state for a communicator: all ranks do this together, or some raise an error.
 
     rank 0   close ....... all are here | finish handles | count statuses until none is on its way
     rank 1   close .. all are here      |                |
     rank 2   allreduce ... receives "rank 0 left after 7 operations" and raises MismatchError
 
-The context of a communicator is mpidist's state for it.
+A status is a message that says in which operation a rank is.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _progress(context, test: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def end_after_death(context) -> list:
-    """Empty `context`, mpidist's state for a communicator, after the death of a rank.
+    """Remove all that `context` (mpidist's state for a communicator) holds, after a rank has died.
 
     Sends no messages. Returns the objects that own the buffers of the communicator, which the
     caller must keep while MPI may still use the buffers.

@@ -1,10 +1,10 @@
-"""The collective steps that make a context; an interrupted rank can continue them later.
+"""The collective steps that make mpidist's state for a communicator, called its context.
 
     barrier | duplicate for data | duplicate for control | a number that stands for the communicator
             | once in a job: a duplicate for the exit barrier
 
-The context of a communicator is mpidist's state for it. If an exception, such as Ctrl-C, interrupts
-a rank and the rank repeats its call, the rank continues with the interrupted step.
+If an exception, such as Ctrl-C, interrupts a rank and the rank repeats its call, the rank continues
+with the interrupted step.
 """
 
 from __future__ import annotations

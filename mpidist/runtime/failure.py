@@ -112,7 +112,7 @@ def hook(comm: MPI.Comm) -> None:
 
 
 def claim_exit_barrier(comm: MPI.Comm) -> bool:
-    """Return whether the caller must pass a duplicate of `comm` to `set_exit_barrier`.
+    """Return whether the caller must set up the barrier at exit: ``set_exit_barrier(comm.Dup())``.
 
     The result is true only once in a process, for the first communicator that has all ranks.
     """
@@ -170,7 +170,7 @@ def is_child() -> bool:
 
 
 def end_child(number: int) -> None:
-    """If a rank has forked this process, end it by signal `number`; otherwise do nothing."""
+    """If this process was forked by a rank, end it by signal `number`; otherwise do nothing."""
     if _child:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -139,7 +139,7 @@ def elastic_wait(start: float) -> ElasticWait | None:
 
 
 def board_of_main_thread() -> Any:
-    """Return the object that shows other ranks what this rank does; None in other threads."""
+    """Return `board` if this is the main thread, and None in other threads."""
     return board if threading.current_thread() is threading.main_thread() else None
 
 

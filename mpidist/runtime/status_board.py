@@ -130,7 +130,7 @@ class Board:
     def close(self, *, last: bool = False) -> None:
         """Close the file; if `last` is true, also delete it.
 
-        A file in /dev/shm has no name. It is deleted when all ranks have closed it.
+        A file in /dev/shm was made without a name: it is deleted when all ranks have closed it.
         """
         if self.fd is not None:
             os.close(self.fd)

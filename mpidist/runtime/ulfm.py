@@ -307,8 +307,8 @@ class Membership:
     def release(self) -> None:
         """Tell the spares (ranks that wait to replace a dead one) to exit. Collective over `comm`.
 
-        The ranks of `comm` call this method when they exit. If only some of them exit, with a
-        nonzero code, these wait at most 5 s for the other ranks.
+        The ranks of `comm` call this method when they exit. A rank whose exit code is nonzero waits
+        at most 5 s for the other ranks.
         """
         patience = failure.LEAVE_TOGETHER if (code := failure.likely_exit_code()) else None
         if not (self._done or all(self.active) or self.comm == MPI.COMM_NULL):

@@ -1,1 +1,1 @@
-"""Export of a step to other formats: safetensors, NumPy, plain HDF5, and an HDF5 index."""
+"""Export a saved step as safetensors, NumPy or HDF5, or as an HDF5 file that refers to it."""

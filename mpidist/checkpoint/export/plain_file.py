@@ -38,7 +38,7 @@ def export_step(path, out, *, step: int | None = None, history: int | None = Non
     """Write one checkpoint of the store at `path` to the file `out` in one process, without MPI.
 
     If `step` is None, the newest good step is written. If `history` is None, the step belongs to
-    the newest history (branch of the saved steps). Returns the number of the step.
+    the newest history (series of saved steps). Returns the number of the step.
     """
     out = Path(os.fspath(out))
     check(out)

@@ -18,7 +18,7 @@ from .state import named_dtype, show, tree
 
 
 def decode(data: bytes, contents: Sequence[bytes]) -> Manifest:
-    """Check and decode MANIFEST.json (`data`) and its tables (`contents`); return the Manifest.
+    """Return the `Manifest` from the bytes of MANIFEST.json and of the table files that it names.
 
     Raises Damaged if anything is wrong, and Unreadable if this software does not know the format.
     """

@@ -21,7 +21,7 @@ class Damaged(CheckpointError):
 def encode_digested(body: dict, last: str, more: str = "") -> bytes:
     """Return `body` as one line of JSON that ends with the SHA-256 of the bytes before it.
 
-    `last` is the key of the SHA-256, and `more` is JSON text of further keys, with a leading comma.
+    `last` is the key of the SHA-256; `more` is text such as ``,"k":1``, inserted before that key.
     """
     head = (json.dumps(body, separators=(",", ":"), allow_nan=False)[:-1] + more).encode()
     return head + f',"{last}":"{hashlib.sha256(head).hexdigest()}"}}\n'.encode()

@@ -32,21 +32,21 @@ TENSOR, FILE, OFFSET, FLAT, START = range(5)
 
 
 def blank(count: int, dims: int) -> np.ndarray:
-    """Return a new table for `count` parts of tensors of `dims` axes, with extents of 1."""
+    """Return a new table of `count` rows for tensors with `dims` axes; all extents are 1."""
     rows = np.zeros((count, START + 2 * dims), np.int64)
     rows[:, START + dims :] = 1
     return rows
 
 
 def axes(rows: np.ndarray) -> int:
-    """Return the number of axes for which the table `rows` has columns."""
+    """Return the number of axes in the table: each has one column `start` and one `extent`."""
     return (rows.shape[1] - START) // 2
 
 
 def joined(tables: Sequence[np.ndarray], dims: int = 1) -> np.ndarray:
     """Return one table with all rows of `tables`.
 
-    It has columns for as many axes as the widest of `tables`, and for at least `dims` axes.
+    It describes tensors of up to `dims` axes, or of more axes if one of `tables` does so.
     """
     dims = max([dims, *map(axes, tables)])
     out = blank(sum(map(len, tables)), dims)
@@ -109,8 +109,8 @@ class Grid:
 class Geometry:
     """The positions of pieces (parts of tensors) in their tensors.
 
-    All tensors are flattened and laid end to end; a position is an index into the result. A row of
-    a damaged table may lie outside its tensor, and then has no valid position.
+    All tensors are flattened and laid end to end; a position is an index into the result. In a
+    damaged checkpoint, a piece may lie outside its tensor, and then has no valid position.
     """
 
     def __init__(self, grid: Grid, rows: np.ndarray):

@@ -33,7 +33,7 @@ _MOST_BITS = 14_000
 
 
 class Fact(NamedTuple):
-    """The path of keys, the dtype and the shape of a tensor, which are equal on all ranks."""
+    """The path of a tensor in a nested dict, its dtype and its shape; equal on all ranks."""
 
     path: Path
     dtype: str

@@ -27,7 +27,7 @@ class ReadItem:
         self.left = count
 
     def take(self, at: int, data: np.ndarray) -> None:
-        """Copy `data`, some of the requested bytes, to the target, beginning at its byte `at`.
+        """Copy `data`, which has some of the requested bytes, to ``target[at : at + len(data)]``.
 
         Any thread may call this method.
         """

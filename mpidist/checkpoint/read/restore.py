@@ -71,7 +71,7 @@ class Wish(NamedTuple):
     """What a rank asks for in a restore.
 
     `given` has the arguments of the call as texts. `leaves` describes the values that are to be
-    filled. If `leaves` is None, the rank wants all arrays of the step whole.
+    filled. If `leaves` is None, the rank wants every array of the saved step, in full.
     """
 
     given: dict[str, str]
@@ -79,10 +79,10 @@ class Wish(NamedTuple):
 
 
 class FoundStep(NamedTuple):
-    """A step that all ranks try to read, as rank 0 describes it.
+    """What rank 0 tells all ranks about the saved step that they try to read.
 
-    `common` has the numbers of the tensors that all ranks want whole. The tensors are filled in
-    batches of successive tensors; `ends` has the number at which each batch ends. `found` has the
+    `common` has the indices of the tensors that every rank wants in full. The tensors are filled in
+    batches of successive tensors; `ends` has the index at which each batch ends. `found` has the
     positions of all stored parts of arrays, or None if each rank must ask for the parts that it
     wants.
     """

@@ -39,7 +39,7 @@ def temporary_name(step: int, nonce: int) -> str:
 
 
 def claim(folder: int) -> int:
-    """Make this process own a temporary folder until it closes the returned descriptor."""
+    """Mark a temporary folder as used by this process, until the returned descriptor is closed."""
     with ExitStack() as stack:
         descriptor = files.create(OWNER, folder)
         stack.callback(files.close, descriptor)
@@ -111,7 +111,7 @@ class Keep:
     Attributes
     ----------
     newest : int or None
-        How many good steps of the newest history (branch of the saved steps) to keep. None keeps
+        How many undamaged steps of the newest history (series of saved steps) to keep. None keeps
         all.
     every : int or None
         Steps whose number is a multiple of this number are kept as well.

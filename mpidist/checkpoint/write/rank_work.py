@@ -1,6 +1,6 @@
 """The work of a rank in a save: the pieces of arrays that it holds and that it writes.
 
-A piece is a part of an array that is stored as one data set.
+A piece is a part of an array that is stored as one HDF5 dataset.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Work:
 
     @cached_property
     def numbers(self) -> bytes:
-        """The list of the parts of arrays that this rank writes, as bytes for its table file."""
+        """The list of the parts of arrays that this rank writes, encoded as bytes."""
         return manifest.numbers(self._share.writes)
 
     @cached_property

@@ -47,7 +47,7 @@ Elements = Any
 
 # In new memory, page faults would take longer than the copying.
 class Memory:
-    """Memory for the copies of a save, which the next save uses again."""
+    """Buffers for the bytes of the arrays in a save; the next save uses the same buffers."""
 
     def __init__(self):
         self._memory = np.empty(0, np.uint8)

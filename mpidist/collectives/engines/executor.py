@@ -60,7 +60,7 @@ _testsome, _BYTE = MPI.Request.Testsome, MPI.BYTE
 
 
 def heading(context, key: int) -> bytes:
-    """Return the header (bytes) of an operation that this rank has just begun."""
+    """Return the first bytes of a message, which identify the operation that was just begun."""
     return _HEADER.pack(key, context.chain)
 
 
@@ -197,7 +197,7 @@ class Run:
             ends_within(GRACE, lambda: MPI.Request.Testall(sends))
 
     def test(self) -> bool:
-        """Continue with the steps; return whether this rank has finished all its steps.
+        """Continue the schedule (list of steps); return whether this rank has done all its steps.
 
         Returns False while another thread is in this method, and after an exception.
         """
@@ -214,7 +214,7 @@ class Run:
             self._testing.release()
 
     def progress(self, ready: list[int] | None = None) -> bool:
-        """Continue with the steps; return whether this rank has done all steps.
+        """Continue the schedule (list of steps); return whether this rank has done all its steps.
 
         `ready` has the numbers of the steps to begin; None means all steps that can begin by now,
         because the messages for which they waited have ended. Only one thread at a time may call

@@ -1,9 +1,9 @@
-"""Buckets: contiguous parts of an arena (shared memory) that are summed during computation.
+"""Sum buckets (contiguous parts of an arena in shared memory) over the ranks while they compute.
 
 If each node has one rank, a bucket is summed by an `iallreduce`. If nodes have several ranks, each
 rank of a node owns one part of the bucket; a lane is the group of the ranks, one in each node, that
-own the same part. The sum then has three stages, which are separated by two barriers between the
-ranks of a node, the ready line and the done line:
+own the same part. The event left of an arrow starts the action on its right; the ready line and the
+done line are barriers of the node:
 
     ready line   all ranks of the node have written the bucket -> owner adds its part of all vectors
     lane         the nodes sum this part by messages           -> owner copies it into all vectors
@@ -148,7 +148,7 @@ class LaneRun:
         running.append(self)
 
     def test(self) -> bool:
-        """Continue the allreduce; return whether the buckets of all ranks of the node have its sum.
+        """Continue the allreduce; return whether all ranks of the node have its result.
 
         Returns False while another thread is in this method, unless the sum is complete.
         """
@@ -169,7 +169,7 @@ class LaneRun:
         return self.done
 
     def wait(self) -> None:
-        """Wait until the bucket contains the sum. Collective."""
+        """Wait until the allreduce of the bucket is finished. Collective."""
         self.context.wait(self.test, self.sequence)
 
     def _run(self) -> Iterator[None]:

@@ -8,8 +8,8 @@
 Each of the vectors to add is called a piece. A rank adds each piece as soon as the tree allows, so
 with V pieces on p ranks, a rank keeps only about log2(V/p) + 1 vectors in memory. If all ranks are
 on one node, these vectors are in memory that the ranks share, and no message is sent. To save
-copies, the caller may pass a piece in several parts (`begin_piece`), or write it directly where the
-sum needs it (`next_row`, `add_row`).
+copies, the caller may pass a piece in several parts (`begin_piece`), or write it to an array that
+`next_row` returns, and call `add_row`.
 """
 
 from __future__ import annotations

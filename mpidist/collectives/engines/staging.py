@@ -51,7 +51,7 @@ class _Round(NamedTuple):
 
 
 class StagedProgram(NodeProgram):
-    """An object that runs one rank's steps of an allreduce in a node, or of one half of it.
+    """An object that runs one rank's steps of an allreduce, or of half an allreduce, in a node.
 
     `memory` is the shared buffer of the node, as bytes. `form` is "staged" for the whole allreduce,
     and "reduce_scatter" or "allgather" for one half of it.
@@ -168,7 +168,7 @@ class StagedProgram(NodeProgram):
             self.gate.check(key)
 
     def stage(self, t: int, x: Matrices) -> None:
-        """Copy to shared memory this rank's piece `t` of each part that another rank sums."""
+        """For each part that another rank sums, copy its piece `t` to shared memory."""
         start = t * self.piece
         for matrix, owners, length, inbox, _ in self._round(t).others:
             inbox[...] = x[matrix][owners, start : start + length]
@@ -193,7 +193,7 @@ class StagedProgram(NodeProgram):
                 mine[...] = out[:1]
 
     def publish(self, t: int, x: Matrices, divisor) -> None:
-        """Copy the sum of piece `t` of this rank's part to shared memory."""
+        """Copy piece `t` of the part that this rank has summed to shared memory."""
         block = self._round(t).mine
         if block is not None:
             mine = self._mine(t, x, block)

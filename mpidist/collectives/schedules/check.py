@@ -54,7 +54,7 @@ class Sums:
         return self._numbers.setdefault((left, right), self._FIRST + len(self._numbers))
 
     def ranks(self, value: Value) -> list[int]:
-        """Return the ranks whose values the sum `value` contains, from left to right."""
+        """Return the ranks whose values were added to get `value`, in the order of the operands."""
         if value is None:
             return []
         if value < self._FIRST:
@@ -74,11 +74,11 @@ class ScheduleError(AssertionError):
 def run(
     programs: Sequence[list[Step]], vectors: Sequence[Sequence[Value]]
 ) -> tuple[list[list], Sums]:
-    """Run all ranks' steps on symbolic vectors; return the memory of each rank, and the `Sums`.
+    """Run all ranks' steps on vectors of `Value`; return each rank's final memory, and all sums.
 
     `programs` has the steps of each rank, and `vectors` the vector with which each rank begins.
-    `Sums` is the table of all sums that the steps have computed. If this function returns, a real
-    run of these steps cannot deadlock.
+    Each element says what was added to get it, and `Sums` is the table of all sums. If this
+    function returns, a real run of these steps cannot deadlock.
     """
     n = max((len(v) for v in vectors), default=0)
     memory = [

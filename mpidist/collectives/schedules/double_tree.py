@@ -10,8 +10,8 @@ inner rank in both trees, so every rank sends at most 2N bytes for a vector of N
                     0 2                              3 1
 
 Each half of the vector is cut into S segments, which follow each other up the tree and down again.
-With D = floor(log2 p), the latency alpha of a message, the time beta to send a byte, and the time
-gamma to add a byte, the cost is at most (2D + S - 1) (alpha + 2N/S beta) + N gamma. Sanders, Speck,
+If a message of b bytes takes alpha + b beta seconds, and an addition gamma per byte, then p ranks
+need at most (2D + S - 1) (alpha + 2N/S beta) + N gamma, with D = floor(log2 p). Sanders, Speck,
 Traeff, Parallel Computing 35(12), 2009, doi 10.1016/j.parco.2009.09.001.
 """
 

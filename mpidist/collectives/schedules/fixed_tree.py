@@ -74,10 +74,9 @@ def push(stack: list[Range], node: Range, pieces: int) -> int:
 
 
 def partials(start: int, stop: int, pieces: int) -> list[Range]:
-    """Return the partial sums that a rank has after it has added its pieces (vectors).
+    """Return the sums that a rank can form from its own pieces (vectors), without messages.
 
-    The pieces have the numbers `start` to ``stop - 1``. Each partial sum is given by its tree node:
-    the range of the pieces that it contains.
+    The pieces have the numbers `start` to ``stop - 1``. Each sum is given as its range of pieces.
     """
     stack: list[Range] = []
     for piece in range(start, stop):
@@ -86,7 +85,7 @@ def partials(start: int, stop: int, pieces: int) -> list[Range]:
 
 
 def vectors_held(start: int, stop: int, pieces: int) -> int:
-    """Return the largest number of vectors that a rank keeps while it adds its pieces (vectors).
+    """Return how many vectors a rank keeps at most while it adds its pieces.
 
     The pieces have the numbers `start` to ``stop - 1``.
     """
@@ -101,8 +100,8 @@ def vectors_held(start: int, stop: int, pieces: int) -> int:
 def reduce(size: int, rank: int, n: int, *, root: int = 0) -> list[Step]:
     """Return steps that give the root the sum of all ranks' vectors, added in a fixed order.
 
-    The order is that of the tree in which each rank's vector is one piece. It does not depend on
-    the root.
+    The order is that of the module's fixed tree, in which each rank's vector is a piece. It does
+    not depend on the root.
     """
     steps: list[Step] = []
     scratch = n
@@ -127,7 +126,7 @@ def reduce(size: int, rank: int, n: int, *, root: int = 0) -> list[Step]:
 def allreduce(size: int, rank: int, n: int, *, segments: int = 1, itemsize: int = 4) -> list[Step]:
     """Return steps that give every rank the sum of all ranks' vectors, added in a fixed order.
 
-    The order is that of the tree in which each rank's vector is one piece.
+    The order is that of the module's fixed tree, in which each rank's vector is a piece.
     """
     return piecewise(size, rank, n, size, segments=segments, itemsize=itemsize)
 

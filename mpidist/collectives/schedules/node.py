@@ -157,7 +157,8 @@ class _Staging:
 def staged(size: int, rank: int, n: int, piece: int, base: int) -> list[Step]:
     """Return the steps of an allreduce of private vectors, copied through shared buffers.
 
-    In the steps, the vector begins at position 0, and the shared buffers at position `base`.
+    The steps count all elements together: those of the vector from 0, and those of the shared
+    buffers from `base`.
     """
     staging = _Staging(size, rank, n, piece, size, base)
     steps: list[Step] = []

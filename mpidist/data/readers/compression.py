@@ -117,7 +117,7 @@ class Compressed:
         self._spacing = _BLOCK
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield all decompressed data in order, and note where `read` can begin to decompress."""
+        """Yield all decompressed data in order; store points at which `read` can begin."""
         cursor = _Cursor(self._pread)
         try:
             self._note(cursor)

@@ -82,7 +82,7 @@ class YouTube8M(Videos):
     paths : path-like, or sequence of path-like
         The TFRecord files with video-level features.
     classes : int
-        Number of entities (topics). A record with a label of `classes` or more is bad.
+        Number of entities (topics). A record with an entity number of `classes` or more is bad.
     features : mapping of name -> length
         Names and lengths of the float features of a sample, in order.
     """

@@ -104,8 +104,8 @@ class YouTube8MFrames(Videos):
 def mean_frames(frames: np.ndarray, counts: np.ndarray, labels: np.ndarray) -> tuple:
     """Return the mean of the frames of each video, and the labels.
 
-    The means are float32 numbers from -2 to 2, in a row for each video with a column for each byte
-    of a frame.
+    The means are a float32 array with a row for each video and a column for each byte of a frame;
+    its values are from -2 to 2.
 
     Pass `mean_frames` to `Derived`, a source that computes its samples from another source.
     """

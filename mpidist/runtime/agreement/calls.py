@@ -116,7 +116,7 @@ class Running(threading.local):
                 kept.remove(handle)
 
     def progress(self, test: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a function that first continues this thread's operations, then calls `test`."""
+        """Return a function that continues this thread's open operations, then calls `test`."""
 
         def look() -> bool:
             for handle in tuple(self.handles):

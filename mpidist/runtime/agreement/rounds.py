@@ -1,4 +1,4 @@
-"""The communication steps of `run_on_all`: agree, gather on rank 0, and send its answers."""
+"""The messages of `run_on_all`: compare the calls, send results to rank 0, receive its answers."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Polled:
         return [everything[start:end].tobytes() for start, end in ends]
 
     def hand_out(self, answers: list[bytes], each: bool, room: int = ROOM) -> bytes:
-        """Send every rank its answer from rank 0; return the answer for this rank.
+        """Send rank 0's `answers` to the ranks; return the answer for this rank.
 
         If `each` is true, `answers` has one answer for each rank, otherwise one for all ranks.
         """
@@ -175,7 +175,7 @@ class Private:
     def begin(
         self, doing: str, packed: bytes, cause: BaseException | None, number: int = 0
     ) -> tuple[bool, bool, int]:
-        """Send all ranks' results to all ranks; see `Polled.begin` for parameters and result."""
+        """Send each rank's result to all ranks; see `Polled.begin` for parameters and returns."""
         try:
             told = self.exchange([cause is not None, _text(packed), number])
         except Exception as error:
@@ -194,7 +194,7 @@ class Private:
         return self._everyone
 
     def hand_out(self, answers: list[bytes], each: bool, room: int = 0) -> bytes:
-        """Send every rank its answer from rank 0; return the answer for this rank."""
+        """Send rank 0's `answers` to the ranks; return the answer for this rank."""
         said = [_text(one) for one in (answers if each else answers[:1])]
         return base64.b64decode(self.exchange(said)[0][self.rank if each else 0])
 

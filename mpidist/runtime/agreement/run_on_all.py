@@ -77,19 +77,21 @@ def run_on_all(
     if_differs : bool
         Call `decide` only if the results differ between ranks.
     number : callable, optional
-        A function that rank 0 calls after `local`, and that returns an integer >= 0 for all ranks.
+        A function that rank 0 calls after `local`; it returns an integer >= 0, which is sent to all
+        ranks.
     agreed : int, optional
-        A number of bytes, equal on all ranks, which may be given only if all ranks are known to
-        make this call. The allreduce that checks this is then left out, and each rank sends its
-        result to rank 0 in a message with room for `agreed` bytes.
+        How many bytes each rank reserves for its result in its message to rank 0, equal on all
+        ranks. Pass it only if all ranks are known to make this call, because the allreduce that
+        checks this is then left out.
     room : int
-        The number of bytes in the first message of an answer, equal on all ranks.
+        The size in bytes of the first message with rank 0's answer, equal on all ranks; a longer
+        answer needs a second message.
 
     Returns
     -------
     object
         The answer of `decide`, or this rank's own result if `decide` was not called. If `number` is
-        given, the result is a pair of this object and the number of rank 0.
+        given, the result is a pair of this object and the integer that `number` returned on rank 0.
 
     Raises
     ------
@@ -192,7 +194,7 @@ def _exact(name: str, value) -> str:
 
 
 def difference(everyone: Sequence[Mapping[str, str]]) -> str | None:
-    """Return a text on the first name whose value differs between ranks; None if all agree."""
+    """Return a text on the first key whose value differs between the ranks' dicts, or None."""
     for name in {key: None for one in everyone for key in one}:
         groups: dict[str | None, list[int]] = {}
         for rank, one in enumerate(everyone):

@@ -176,7 +176,7 @@ class Statuses:
     def sentence(self, text: str, state: int) -> None:
         """Mark the communicator as failed and send `text` to all ranks. Does not raise an error.
 
-        `state` says whether `text` is the verdict on a mismatch, or another rank's exception.
+        `state` says whether `text` reports a mismatch or the exception of a rank.
         """
         self.context.give_up(text)
         number = self.context.sequence
@@ -314,7 +314,7 @@ class Statuses:
     # -- leaving ---------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Tell the neighbours that this rank leaves, and how many operations it has begun."""
+        """Tell the ranks in `neighbours` that this rank will begin no more operations."""
         self._tell(self._left(), self.neighbours)
 
     def answer(self) -> None:

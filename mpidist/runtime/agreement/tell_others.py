@@ -15,7 +15,7 @@ contexts: dict = {}
 
 
 def tells(function: Callable) -> Callable:
-    """Wrap a public function of `comm`, so that its exceptions are sent to all ranks of `comm`."""
+    """Wrap a function with the argument `comm`, so that all ranks of `comm` get its exceptions."""
 
     @wraps(function)
     def call(comm, *args, **settings):

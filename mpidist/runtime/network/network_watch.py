@@ -72,7 +72,7 @@ class NetworkWatch:
             pause = max(_SOON if self._away else _LOOK, spent / _SHARE)
 
     def look(self, now: float) -> None:
-        """Look for connections that get no answer; if this rank waits, report them to the user."""
+        """Look for connections without an answer; if the program waits, report them to the user."""
         waits = self._waits(now)
         stalled = self.connections.look(waits)
         for one in stalled:

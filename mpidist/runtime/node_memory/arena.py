@@ -299,7 +299,7 @@ class Arena(Mapping):
     def close(self) -> None:
         """Free the memory when the program has no view of it any more; a second call does nothing.
 
-        All ranks must close the arena between the same two operations.
+        All ranks must close the arena between the same two operations that they do together.
         """
         if not self._closed:
             self._closed = True
