@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Integral
+from typing import NoReturn
 
 import numpy as np
 from mpi4py import MPI
@@ -31,6 +32,7 @@ from ..errors import ConfigError, MismatchError, MpidistError, ProtocolError, St
 from ..launch import heartbeat
 from ..launch.claims import claimed_size
 from ..runtime.agreement.run_on_all import difference, run_on_all, same_on_all
+from ..runtime.agreement.tell_others import tell
 from ..runtime.context import of
 from ..runtime.failure import expect_failure, failing
 from ..runtime.polling import wait_until
@@ -229,7 +231,8 @@ class Guard:
             On all ranks, if the ranks are at different steps.
         """
         if not isinstance(step, Integral):
-            raise ConfigError(f"guard: should_stop: step={shown(step)}; expected a whole number")
+            given = shown(step)
+            self._refuse(ConfigError(f"guard: should_stop: step={given}; expected a whole number"))
         heartbeat.note_steps(step)
         self._stragglers.window.note(self._own.stop())
         self._own.begin()
@@ -270,7 +273,7 @@ class Guard:
         The state is not saved if the job's Slurm allocation would end during the save.
         """
         if not self.exit_code:
-            raise ProtocolError("guard: leave() without a stop that all ranks agreed on")
+            self._refuse(ProtocolError("guard: leave() without a stop that all ranks agreed on"))
         self._settle()
         if self.fits():
             self._save(step, state)
@@ -366,6 +369,12 @@ class Guard:
         if self._deciders is not None:
             return self._reduce(self._deciders, values)
         return self._of_all(*values)
+
+    def _refuse(self, error: MpidistError) -> NoReturn:
+        """Raise `error`, which ends the call on the other ranks, too, unless some are servers."""
+        if self._deciders is None:
+            tell(self._given, error)
+        raise error
 
     def _of_all(self, *values: int) -> list[int]:
         """Return each value's maximum over all ranks; raise MismatchError if their calls differ."""

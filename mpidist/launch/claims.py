@@ -18,6 +18,11 @@ from ..errors import ConfigError
 #: sleeps for a second there (`network_for`).
 WITHOUT_OFI = {"OMPI_MCA_btl": "^ofi"}
 
+#: The variable with which srun --mpi=pmix makes each barrier of the ranks' start a ring. By default
+#: a barrier without data is a tree, and Slurm's tree sometimes lets ranks go before all have come
+#: (seen in Slurm 22.05). Open MPI then dies in MPI_Init of a rank that is still there.
+WHOLE_BARRIERS = {"SLURM_PMIX_FENCE": "ring"}
+
 #: Variables with the number of ranks, and the launcher that sets them. Slurm's variable comes last,
 #: because under ``mpirun`` inside an allocation Slurm's variable has the number of helper processes
 #: of ``mpirun``.

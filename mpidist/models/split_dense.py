@@ -114,8 +114,8 @@ class SplitDense:
 
         Collective over `comm`.
         """
-        weight, bias = parameters[f"{self.name}.weight"], parameters[f"{self.name}.bias"]
         with call_guard(self.comm, "SplitDense.forward"):
+            weight, bias = parameters[f"{self.name}.weight"], parameters[f"{self.name}.bias"]
             if self.split == "columns":
                 part = x @ weight
                 part += bias
@@ -137,8 +137,8 @@ class SplitDense:
 
     def backward_input(self, parameters, x, dy):
         """Return the gradient of x. Collective over `comm`."""
-        weight = parameters[f"{self.name}.weight"]
         with call_guard(self.comm, "SplitDense.backward_input"):
+            weight = parameters[f"{self.name}.weight"]
             if self.split == "columns":
                 return self._summed(self._part(dy) @ weight.T)
             return self._gathered(dy @ weight.T)

@@ -36,11 +36,6 @@ SURVIVE = "--with-ft", "ulfm"
 #: Slurm gives the host up, and occupies the cores of all hosts until then.
 BESIDE_OTHERS = {"SLURM_OVERLAP": "1"}
 
-#: The variable with which srun --mpi=pmix makes each barrier of the ranks' start a ring. By default
-#: a barrier without data is a tree, and Slurm's tree sometimes lets ranks go before all have come
-#: (seen in Slurm 22.05). Open MPI then dies in MPI_Init of a rank that is still there.
-WHOLE_BARRIERS = {"SLURM_PMIX_FENCE": "ring"}
-
 #: The first command in the shell of a rank. Open MPI's component for one-sided transfers over
 #: libfabric sleeps for a second when MPI_Init closes it unused, and ranks on one host never use it
 #: (mca_btl_ofi_component_close in opal/mca/btl/ofi/btl_ofi_component.c).

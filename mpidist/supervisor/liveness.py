@@ -89,6 +89,7 @@ class Vigil:
         self.over = False
         self._dead_ends = dead_ends
         self._patience = limits.launcher or LAUNCHER
+        self._queues = queues
         self._unstarted = limits.launcher or (float("inf") if queues else LAUNCHER)
         self._host = socket.gethostname() if host is None else host
         self._last = self._first = began
@@ -137,7 +138,7 @@ class Vigil:
             # `mpidist launch` itself was stopped for a while, so all times are counted from now.
             self._beats = {rank: (beat, now) for rank, (beat, _) in self._beats.items()}
             self._since.clear()
-            self._stepped = now
+            self._stepped = self._first = self.began = now
         self._last = now
         there = [sign for sign in signs if not sign.left]
         if not self._dead_ends:
@@ -162,7 +163,8 @@ class Vigil:
             return f"{_named(self.dead)} is dead"
         if why := self._held_up(launcher, bool(signs), len(signs) == self.ranks and not there, now):
             return why
-        late = self.limits.start or (START if signs else float("inf"))
+        endless = not signs and (self._queues or not self.limits.start)
+        late = float("inf") if endless else self.limits.start or START
         if len(signs) < self.ranks and now - (self._first if signs else self.began) > late:
             return f"only {len(signs)} of {self.ranks} ranks began within {late:g} s"
         return self._stalled(signs, there, now)

@@ -10,7 +10,7 @@ import pytest
 
 import mpidist as md
 from mpidist import models
-from mpidist.errors import ConfigError, MismatchError, MpidistError
+from mpidist.errors import ConfigError, MismatchError, MpidistError, ProtocolError
 
 SECONDS = 5.0
 
@@ -57,6 +57,21 @@ def test_should_stop_and_leave_at_another_step(comm, folder):
             assert run.should_stop(3)
             all_raise(comm, lambda: run.leave(step), MismatchError, "step")
         assert store.all_steps() == []
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_guard_that_one_rank_calls_wrongly(comm):
+    """Also if this rank catches its error, and does not come back."""
+    for call, told in (
+        (lambda run, wrong: run.should_stop("3" if wrong else 3), "expected a whole number"),
+        (lambda run, wrong: run.leave(3) if wrong else run.should_stop(3), "without a stop"),
+    ):
+        own = comm.Dup()
+        with md.guard(own, {"w": np.ones(3)}, signals=()) as run:
+            kind = (ConfigError, ProtocolError) if comm.rank == 1 else MismatchError
+            with pytest.raises(kind, match=told):
+                call(run, comm.rank == 1)
+        comm.Barrier()
 
 
 @pytest.mark.ranks(3, further=(2,))

@@ -159,6 +159,20 @@ def test_wrong_calls_are_refused(comm, ways):
     assert list(out) == [4, 4, 4]
 
 
+@pytest.mark.ranks(2, 3)
+def test_a_wrong_call_on_one_rank_is_an_error_on_all(comm, ways):
+    """Also if this rank catches its error, and does not come back."""
+    for votes in ([], [1, 2]):
+        own = comm.Dup()
+        sums = PieceSum(own, 3, np.float32, 4, votes=1)
+        for _ in sums.mine:
+            sums.add(np.ones(2))
+        first = comm.rank == 0
+        with pytest.raises(ProtocolError if first else MismatchError, match="of 1 votes given"):
+            sums.finish(np.empty(3, np.float32), votes if first else [1])
+        comm.Barrier()
+
+
 @pytest.mark.ranks(2, 3, 5)
 def test_nothing_is_sent_within_a_node(comm):
     """Each partial sum is added once by its block's owner, and the total written p - 1 times."""

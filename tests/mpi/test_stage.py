@@ -231,12 +231,14 @@ def test_a_wrong_batch_on_one_rank_is_an_error_on_all(comm):
         (lambda s: s.step((inputs, labels[: 5 if first else 8])), "8 inputs but 5 labels"),
         (lambda s: s.step((inputs,) if first else (inputs, labels)), "not enough values"),
         (lambda s: s.predict(None if first else inputs), "has no len"),
+        (lambda s: s.predict({1: 2} if first else inputs), "unhashable|slice"),
+        (lambda s: s.visit(3 if first else s.parameters, print), "not iterable"),
     ):
         group = comm.Dup()  # nothing else is possible on a communicator that has failed
         cuts = even_cuts("mlp", comm.size)
         grid = plan_stages(8, cuts=cuts, ranks=comm.size, microbatches=4)
         stage = md.Stage(group, network("mlp"), grid)
-        kinds = (ConfigError, ValueError, TypeError) if first else MismatchError
+        kinds = (ConfigError, ValueError, TypeError, KeyError) if first else MpidistError
         with pytest.raises(kinds, match=own):
             call(stage)
         comm.Barrier()
@@ -249,6 +251,7 @@ def test_a_wrong_argument_of_run_on_one_rank_is_an_error_on_all(comm):
     first, update = comm.rank == 0, lambda *given: None
     for schedule, sizes, function, own, told in (
         ("1f1b", [2, 2, 1 + first, 2], None, MismatchError, "microbatches of"),
+        ("1f1b", None if first else [2] * 4, None, TypeError, "NoneType"),
         ("1f1b", [2] * 4, update if first else None, ConfigError, "takes none"),
         ("pipedream", [2] * 4, None if first else update, ConfigError, "needs a function"),
     ):

@@ -28,7 +28,10 @@ def main(rounds: int) -> int:
             for kind in KINDS:
                 env = {**job_environment(python), "SLURM_PMIX_FENCE": kind}
                 done = cluster.run([*SRUN, python, "-c", PROGRAM], env=env)
-                failed[kind] += done.returncode != 0
+                crashed = "ompi_mpi_init" in done.stdout + done.stderr
+                failed[kind] += crashed
+                if not crashed:
+                    done.check()
             print(f"{number} starts of each kind, failed: {failed}", flush=True)
     return int(failed["ring"] > 0)
 

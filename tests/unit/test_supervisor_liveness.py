@@ -118,7 +118,19 @@ def test_ranks_that_do_not_begin():
         assert one.look([sign(0)], queue + START) == ""
         assert one.look([sign(0)], queue + START + 1).startswith(late)
     assert vigil(limits).look([], START + 1) == "", "it may be a program that tells nothing"
-    assert vigil(limits._replace(start=5.0)).look([], 6.0) == "only 0 of 2 ranks began within 5 s"
+    soon = limits._replace(start=5.0)
+    assert vigil(soon).look([], 6.0) == "only 0 of 2 ranks began within 5 s"
+    one = Vigil(2, soon, 0.0, queues=True, host="here")
+    assert one.look([], 100.0) == one.look([sign(0)], 101.0) == one.look([sign(0)], 106.0) == ""
+    assert one.look([sign(0)], 106.1) == "only 1 of 2 ranks began within 5 s"
+
+
+def test_time_in_which_the_launcher_was_stopped_does_not_count_for_the_start():
+    one = vigil(Limits(heartbeat=1e6, start=600.0))
+    assert one.look([sign(0)], 1.0) == ""
+    late = 1e6  # the looks are usually less than a second apart
+    assert one.look([sign(0)], late) == one.look([sign(0)], late + 600.0) == ""
+    assert one.look([sign(0)], late + 600.1).startswith("only 1 of 2 ranks")
 
 
 def test_no_step_and_no_end():

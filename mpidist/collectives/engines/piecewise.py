@@ -289,18 +289,18 @@ class PieceSum:
         Every rank, even one without vectors, passes `votes`: a few numbers to add over the ranks.
         The last elements of `out` are the sums of all ranks' `votes`.
         """
-        if self._next != self.mine.stop or len(votes) != self.votes:
-            raise ProtocolError(
-                f"finish: {self._next - self.mine.start} of this rank's {len(self.mine)} pieces "
-                f"were added, and {len(votes)} of {self.votes} votes given"
-            )
-        self._weigh()
-        counted = self.rows[: self.held, self.n - self.votes :]
-        counted[...] = 0
-        for k, vote in enumerate(votes):
-            counted[0, k] = vote
         context = self.context
         with context.call("piece_sum"):
+            if self._next != self.mine.stop or len(votes) != self.votes:
+                raise ProtocolError(
+                    f"finish: {self._next - self.mine.start} of this rank's {len(self.mine)} "
+                    f"pieces were added, and {len(votes)} of {self.votes} votes given"
+                )
+            self._weigh()
+            counted = self.rows[: self.held, self.n - self.votes :]
+            counted[...] = 0
+            for k, vote in enumerate(votes):
+                counted[0, k] = vote
             if self._run is not None:
                 self._run.wait()
                 self._run = None

@@ -194,7 +194,8 @@ class Stage:
                 raise ConfigError(f"batch: {len(inputs)} inputs but {len(labels)} labels")
             mine = self.rows(len(inputs))
             sizes = BlockPartition(len(inputs), self.grid.microbatches).counts()
-        self.run(inputs[mine], labels[mine], sizes, len(inputs), update)
+            x, y = inputs[mine], labels[mine]
+        self.run(x, y, sizes, len(inputs), update)
         loss = np.array([self.loss_share()], np.float64)
         allreduce(self.comm, loss, algorithm="native")
         return float(loss[0])
@@ -205,7 +206,8 @@ class Stage:
         with self._guard("md.Stage.predict"):
             rows = self.rows(len(inputs))
             sizes = BlockPartition(len(inputs), self.grid.microbatches).counts()
-        found = self.forward(inputs[rows], sizes)
+            x = inputs[rows]
+        found = self.forward(x, sizes)
         # Without samples, the number of scores of a row is not known.
         mine = np.concatenate(found) if found else None if len(inputs) else np.empty((0, 0), "f4")
 
@@ -324,8 +326,11 @@ class Stage:
         `arrays` has arrays of this rank by name. They are sent to rank 0 one at a time, in the
         order of their names.
         """
-        mine = {} if self.replica else dict.fromkeys(arrays, self.rank)
-        owners = run_on_all(self.comm, "md.Stage: names", lambda: mine, _joined)
+
+        def mine() -> dict:
+            return {} if self.replica else dict.fromkeys(arrays, self.rank)
+
+        owners = run_on_all(self.comm, "md.Stage: names", mine, _joined)
         channel = self.last_chunk + 1
         with self._operation("md.Stage.visit", ()):
             for number, name in enumerate(sorted(owners)):
@@ -348,9 +353,9 @@ class Stage:
 
     def _operation(self, name: str, sizes: Sequence[int]) -> ExitStack:
         """Return a context manager: if one rank raises an error in it, all ranks do."""
-        told = Signature(name, "", f"({sum(sizes)})", extra=f"microbatches of {list(sizes)}")
         with self._guard(name) as stack:
-            self.context.begin(told)
+            extra = f"microbatches of {list(sizes)}"
+            self.context.begin(Signature(name, "", f"({sum(sizes)})", extra=extra))
             return stack.pop_all()
 
     def _guard(self, name: str) -> ExitStack:
