@@ -213,10 +213,9 @@ class Client:
     def drop(self, *, unused_for: int) -> int:
         """Free the rows that were not used lately; return how many rows were freed.
 
-        Only rows of open tables, which are made by pushes, are freed. A row is freed if no push has
-        named it in the last `unused_for` steps that all workers have finished. A later pull of the
-        row's key gets the initial values again. One worker calls `drop`, while the other workers go
-        on.
+        Only rows of open tables (see `OpenRows`) are freed. A row is freed if no push has named it
+        in the last `unused_for` steps that all workers have finished. A later pull of the row's key
+        gets the initial values again. One worker calls `drop`, while the other workers go on.
 
         Raises
         ------

@@ -217,7 +217,7 @@ class ConsistencyGate:
         return self.clocks[worker] - self.slowest()
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return the workers for which `worker` waits, and how many of them have to catch up."""
+        """Return the workers that block `worker`, and how many must catch up before it goes on."""
         bound = self.consistency.bound
         lowest = self.clocks[worker] - (sys.maxsize if bound is None else bound)
         clocks = enumerate(self.clocks)

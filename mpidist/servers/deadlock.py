@@ -6,7 +6,7 @@
 A rank that has waited for some time in an mpidist collective sends a status message, which names
 the collective. In the picture, rank 0 learns in this way that rank 2 waits in an allreduce, which
 rank 0 has not begun and cannot begin while it waits. Workers that wait for each other in calls of
-one server group, such as two pulls in opposite order, are found by the server (`stalled`).
+one server group are found by the server (`stalled`).
 """
 
 from __future__ import annotations

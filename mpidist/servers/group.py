@@ -155,8 +155,8 @@ class ServerGroup(OnlineShares):
         update : "add" or "assign"
             Used instead of an optimizer. "add": servers add pushed values to the present values.
             "assign": pushed values replace the present values. If a row gets several values in a
-            step under BSP, the last worker's value wins, and within one push the last value. A push
-            with ``samples=0`` changes nothing; other numbers of samples do not matter.
+            step under BSP, the highest worker rank's value wins, and within one push the last
+            value. A push with ``samples=0`` changes nothing; other numbers do not matter.
         consistency : BSP, SSP, DSSP, ASP or BackupWorkers
             The consistency mode, which says when workers wait for each other. BSP by default.
         seed : int
@@ -172,8 +172,8 @@ class ServerGroup(OnlineShares):
             What servers do with gradients computed from old parameters under ASP, SSP and DSSP.
         rows : "dense", "lazy", "open" or OpenRows, or mapping of tensor name to one of these
             "dense": an update changes all rows of a tensor, with gradient zero in rows that no push
-            names. "lazy": only the named rows change; the result is that of "dense" with optimizers
-            whose attribute ``rows`` is "exact". "open": see `OpenRows`.
+            names. "lazy": only the named rows change, which gives the same result if the
+            optimizer's attribute ``rows`` is "exact". "open": see `OpenRows`.
         spread : "ranges" or "rows", or mapping of tensor name to one of these
             "ranges": a server holds consecutive rows. "rows": servers get the rows in turn.
         server_device : "cpu" or "gpu"
@@ -266,7 +266,7 @@ class ServerGroup(OnlineShares):
     def progress(self) -> None:
         """Serve the requests that have arrived, if this worker is also a server; do not wait.
 
-        Such a worker calls `progress` while it waits for something other than its client.
+        Call it now and then in a long computation or wait; the calls of a client also serve.
         """
         with GroupCall(self.link, "progress"):
             self.link.background()
@@ -311,7 +311,7 @@ class ServerGroup(OnlineShares):
     # -- shards ------------------------------------------------------------------------
 
     def shards(self, name: str) -> dict:
-        """Return this server's part of a model. Call `shards` on server ranks that are not serving.
+        """Return the part of a model that this server holds. Call `shards` only on server ranks.
 
         Returns
         -------
@@ -321,9 +321,9 @@ class ServerGroup(OnlineShares):
             ``optimizer``: such a list for each kind of optimizer state; ``scalars``: the
             optimizer's 0-d arrays; ``version``: the number of updates applied; ``clock``: the steps
             that the slowest worker has finished. The arrays are not copies: writing into them
-            changes the server's values. Open tables are copies, as (name, keys, 2-D array). Only
-            open tables have ``counts``: for each key the steps since its newest push, and the
-            number of its pushes while it has no row, or -1 if it has a row.
+            changes the server's values. Open tables (see `OpenRows`) are in the list as copies,
+            (name, keys, 2-D array). Only they have ``counts``: for each key the steps since its
+            newest push, and its number of pushes if these are too few for a row, otherwise -1.
         """
         hosted = self._hosted(name)
         return {**hosted.shard.export(), "clock": min(hosted.gate.clocks, default=0)}
@@ -360,8 +360,8 @@ class ServerGroup(OnlineShares):
         bytes to its share of all bytes. ``ranks`` has one dict per rank, with the keys ``rank``,
         ``server``, ``clients`` (see `Client.stats`) and ``waits`` (the seconds that the rank has
         waited for servers, for workers, and for all ranks). ``server`` has, per model, the number
-        of updates, how old pushes were, and how far workers were ahead of the slowest; its
-        ``queue`` counts how many workers' messages waited at once.
+        of updates, how old pushes were, and how far workers were ahead of the slowest. It also has
+        ``queue``, a histogram of how many workers waited for the server at the same time.
         """
         roles = self.server_ranks, self.placement, self.shares
         return {**group_facts(*roles, self._layouts), "ranks": self._everyone or [self._facts()]}

@@ -351,7 +351,7 @@ class Link:
     # -- all ranks -----------------------------------------------------------------------------
 
     def run_on_all(self, doing: str, local: Callable[[], Any], decide: Callable | None = None):
-        """Run `local` on each rank, and let the ranks agree on the result. Collective over `comm`.
+        """Run `local` on all ranks; if one rank fails, all raise an error. Collective over `comm`.
 
         The function `agreement.run_on_all.run_on_all` explains the arguments.
         """

@@ -64,8 +64,8 @@ def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, fl
     """Check the arguments of `ServerGroup.add`; return (facts, initial values).
 
     The facts are arguments, which the ranks compare because they must be equal. The initial values
-    are (kind, scale) of each tensor, or None if the user gave arrays. Raises ConfigError if an
-    argument is wrong.
+    are a pair such as ("normal", 0.01) for each tensor, or None if the user gave arrays. Raises
+    ConfigError if an argument is wrong.
     """
     name, model, consistency = asked.name, asked.model, asked.consistency
     seed, global_batch = asked.seed, asked.global_batch

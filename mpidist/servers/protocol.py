@@ -151,7 +151,7 @@ def largest(headers: Sequence[Header]) -> tuple[int, int, int, int]:
 
 
 def selection_words(selection: Any) -> int:
-    """Return the number by which a header says what a push or a pull selects."""
+    """Return the number for `selection` in a header: the length of the array, or a code."""
     # The length of an array, or one of `ALL`, `PIECES`, `STREAM` and `MEMORY`.
     if isinstance(selection, np.ndarray):
         return selection.size

@@ -273,7 +273,7 @@ class Server:
         self._carry_out(model, actions)
 
     def settle(self, name: str, clocks: int) -> None:
-        """After a death, make a model's waiting updates of steps below `clocks`; drop the rest."""
+        """After a death, apply the waiting updates of the first `clocks` steps; drop the rest."""
         number = [model.name for model in self.models].index(name)
         if self.votes is not None:
             self._carry_out(self.models[number], self.votes.settle(number, clocks))

@@ -277,7 +277,7 @@ class ServerShard:
         return self._keys[tensor]
 
     def first(self, tensor: int) -> int:
-        """Return the index of the first element of tensor number `tensor` on this server."""
+        """Return the index in the flattened tensor `tensor` at which this server's piece starts."""
         return self._starts[tensor]
 
     def leaves(self) -> list[tuple[tuple[str, ...], Any]]:

@@ -44,7 +44,7 @@ class Votes:
 
     @property
     def pending(self) -> bool:
-        """Whether updates wait for the votes of other servers."""
+        """Whether updates wait until other servers have the gradients, too."""
         return any(self._due.values())
 
     def released(self, model: int, actions: Sequence[Action]) -> Actions:
@@ -72,9 +72,9 @@ class Votes:
         return {model for model, _ in ready}
 
     def listen(self) -> list[tuple[int, Actions]]:
-        """Receive votes; return the actions that no longer wait for votes.
+        """Receive votes of servers that have all gradients; return the actions now allowed.
 
-        The result is a list of pairs (number of a model, its actions).
+        The result is a list of pairs (number of a model, its updates and answers to workers).
         """
         status, comm, tag = MPI.Status(), self._link.comm, self._link.tag + VOTE
         heard = self._vote() if self._open else set()
@@ -87,7 +87,7 @@ class Votes:
         return [(model, self._allowed(model)) for model in sorted(heard)]
 
     def settle(self, model: int, clocks: int) -> Actions:
-        """After a death, return the waiting updates of steps below `clocks`; drop the others."""
+        """After a death, return waiting updates of the first `clocks` steps; drop the others."""
         # A step is applied only with the votes of all servers, so all servers have its pushes.
         due = [each for each in self._due.pop(model, ()) if isinstance(each, Apply)]
         return [each for each in due if each.clock < clocks]

@@ -66,7 +66,7 @@ class ModelState(NamedTuple):
 
 
 class NewShares(NamedTuple):
-    """What all ranks use after a change of shares: servers, shares, and the state of each model."""
+    """The new servers, their fractions of each model, and the models' state at the change."""
 
     servers: list[int]
     shares: list[float]

@@ -29,7 +29,7 @@ class Common(NamedTuple):
     width: int = 0
 
     def table(self, array: np.ndarray) -> np.ndarray:
-        """Return a 1-D `array` of a server in the form in which `old` and `new` are its indices.
+        """Return the 1-D `array` of a server in a shape that `old` or `new` can index.
 
         If `width` is not 0, the result is 2-D and has rows of `width` elements. Otherwise it is
         `array` itself.
@@ -49,13 +49,13 @@ class TensorMove:
         self.changes = self.old != self.new or not self._same
 
     def stays(self, server: int) -> bool:
-        """Whether a server holds the same elements of the tensor in both layouts."""
+        """Whether server number `server` holds the same elements in the old and the new layout."""
         return self.old[server] == self.new[server] and self._same
 
     def common(self, i: int, j: int) -> Common | None:
-        """Return what server `i` holds in the old layout and server `j` in the new layout.
+        """Return the elements that server `i` has in the old and server `j` in the new layout.
 
-        The result is None if the two servers have no elements of the tensor in common.
+        The result is None if there are no such elements.
         """
         a, b = self.old[i], self.new[j]
         if a is None or b is None:

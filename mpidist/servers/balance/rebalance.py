@@ -34,11 +34,7 @@ class BusySince(NamedTuple):
     seconds: float = 0.0
 
     def since(self, before: BusySince) -> BusySince:
-        """Return by how much each of the three numbers has grown since an earlier measurement.
-
-        The numbers are the busy seconds, the pushes, and the seconds in all. `before` has the
-        numbers of the earlier measurement.
-        """
+        """Return the busy seconds, pushes and seconds in all since the measurement `before`."""
         busy, pushes, seconds = before
         return BusySince(self.busy - busy, self.pushes - pushes, self.seconds - seconds)
 
@@ -55,10 +51,9 @@ class Rebalance:
     every : int
         The number of steps between two measurements, at least 1.
     gain : float
-        Above 0 and below 1. The fraction by which new shares must reduce the busy seconds of the
-        busiest server. mpidist predicts the busy seconds for shares in proportion to the measured
-        speeds. The speed of a server is its share divided by its busy seconds. If the predicted
-        reduction is smaller than `gain`, the shares do not change.
+        Above 0 and below 1. The shares change only if the predicted busy seconds of the busiest
+        server fall by at least this fraction. The prediction assumes new shares in proportion to
+        the measured speeds. The speed of a server is its share divided by its busy seconds.
     step : float
         Above 0 and at most 1. How far the shares move from their present values to shares in
         proportion to the measured speeds. 1 is the whole way, and 0.5 is half of the way.

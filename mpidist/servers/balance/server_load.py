@@ -11,7 +11,7 @@ from ..protocol import MEMORY, PULL, PUSH, STREAM, Header
 
 @dataclass
 class ServerLoad:
-    """The work of one server, for all models."""
+    """Measurements of one server's work for all models: busy seconds, bytes, requests and rows."""
 
     # Seconds in which it received requests, updated parameters or wrote answers.
     busy_seconds: float = 0.0

@@ -28,9 +28,8 @@ def turns_of(shares: Sequence[float]) -> Turns:
     """Return the order in which servers get the rows of a table, as a tuple of server numbers.
 
     The order is repeated until all rows are dealt. So the server of row i is ``turns[i %
-    len(turns)]``, where `turns` is the result. `shares` has the share of each server. The relative
-    error of a server's fraction of the turns, compared to its share, is at most 3 % where 256 turns
-    suffice.
+    len(turns)]``, where `turns` is the result. `shares` has the share of each server. The fractions
+    of the turns differ from the shares by at most 3 %, or by as little as about 256 turns allow.
     """
     total = sum(shares)
     parts = [share / total for share in shares]

@@ -15,7 +15,7 @@ def group_facts(
     shares: Sequence[float],
     layouts: Mapping[str, ServerLayout],
 ) -> dict[str, Any]:
-    """Return what `ServerGroup.report` has equal on all ranks: which server holds how much."""
+    """Return the part of `ServerGroup.report` that is equal on all ranks: who holds how much."""
     models = {
         name: {"bytes": layout.bytes_of_all(), "imbalance": layout.imbalance}
         for name, layout in layouts.items()

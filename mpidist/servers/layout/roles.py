@@ -22,7 +22,7 @@ AUTO = "auto"
 
 
 def ranks_asked(servers) -> int | list[int] | dict[int, float] | str:
-    """Return the argument `servers` as a number, a list of ranks, a dict of shares, or "auto".
+    """Return the argument `servers`: a number, a list of ranks, {rank: share}, or "auto".
 
     Raises ConfigError if `servers` is none of these, or if a share is not a finite number of at
     least 0.
@@ -179,7 +179,7 @@ def balanced_shares(hosts: Sequence[Hashable], workers: Sequence[int]) -> dict[i
 
 
 def listed_shares(shares, servers) -> dict:
-    """Return a dict of rank to share from a list of pairs [rank, share], as a job file has it."""
+    """Return {server rank: its share of a model} for a list of [rank, share] from a job file."""
     if servers != 1:
         raise ConfigError(f"shares and servers={shown(servers)}: give one of the two")
     try:

@@ -114,11 +114,11 @@ class Selection:
     def targets(self, wanted: dict, results: dict) -> tuple[dict, Callable[[], None]]:
         """Return 1-D host arrays to receive into, and a function that copies them to `results`.
 
-        The caller calls the function when the data have arrived. This method also changes `wanted`
-        in place. If the rows of a table are dealt to the servers one by one, their numbers become
-        positions in dealt order, in which all rows of server 0 come first, then those of server 1,
-        and so on. If servers hold parts of rows of a tensor, None replaces the row numbers, and the
-        whole tensor is received.
+        The caller calls the function when the data have arrived. `wanted` maps the name of each
+        tensor to the wanted row numbers, and is changed in place. If the rows of a table are dealt
+        to the servers one by one, the row numbers become positions in an order in which all rows of
+        server 0 come first, then those of server 1, and so on. If servers hold parts of rows of a
+        tensor, None replaces the row numbers, and the whole tensor is received.
         """
         flat: dict[str, np.ndarray] = {}
         copies: list[tuple[Any, Any, Any]] = []

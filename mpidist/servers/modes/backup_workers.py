@@ -98,10 +98,10 @@ class Decision(NamedTuple):
 
 
 class BackupGate(ConsistencyGate):
-    """The gate of the first server in the mode `BackupWorkers`, in which some workers may be late.
+    """Decides on the first server in the mode `BackupWorkers`, in which some workers may be late.
 
-    The gate decides when a step is done. It also decides which gradients of the step make its
-    update, and which gradients are dropped because they are late.
+    It decides when a step is done, which gradients of the step make its update, and which gradients
+    are dropped because they are late.
     """
 
     def __init__(self, consistency: BackupWorkers, workers: int):
@@ -115,16 +115,15 @@ class BackupGate(ConsistencyGate):
     def is_open(self, worker: int) -> bool:
         """Whether `worker` may get the parameters for the present step now.
 
-        A worker that has finished the present step waits until the step is done. A worker that is
-        still in this step or in an earlier step does not wait.
+        A worker that has finished the present step waits until enough other workers have finished
+        it. A worker that is still in this step or in an earlier step does not wait.
         """
         return self.clocks[worker] <= self.round
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return the workers that must finish the present step, and how many of them must do so.
+        """Return the workers that have not finished the step, and for how many the step waits.
 
-        The list has all workers that have not finished the present step. The step is done when that
-        many of them have finished it.
+        The step waits for only some of them, because in this mode some workers may be late.
         """
         working = self._working()
         return working, min(self._needed - len(self._finished), len(working))
@@ -213,10 +212,10 @@ class BackupGate(ConsistencyGate):
 
 
 class FollowingGate(BackupGate):
-    """The gate of each server except the first in the mode `BackupWorkers`.
+    """Repeats the first server's decisions on another server, in the mode `BackupWorkers`.
 
     The first server decides which gradients make the update of a step, and when a worker is
-    answered. This gate lets its server do the same.
+    answered. The other servers then do the same.
     """
 
     def __init__(self, consistency: BackupWorkers, workers: int):
@@ -225,11 +224,7 @@ class FollowingGate(BackupGate):
         self.settled = False
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return an empty list and 0, because this server does not know for whom `worker` waits.
-
-        Other gates return a list of the workers for which `worker` waits, and how many of them have
-        to catch up. In this mode only the first server knows the workers.
-        """
+        """Return an empty list and 0, because only the first server decides when workers go on."""
         return [], 0
 
     def follow(self, decision: Decision) -> list[Action]:

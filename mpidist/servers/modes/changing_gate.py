@@ -79,7 +79,7 @@ class ChangingGate(ConsistencyGate):
         return clock > 0 and self.mode_at(clock - 1).holds and self.ahead(worker) > 0
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return the workers for which `worker` waits, and how many of them have to catch up."""
+        """Return the workers that block `worker`, and how many must catch up before it goes on."""
         if not self._has_held(worker):
             return self._gate(self.clocks[worker]).blockers(worker)
         clocks = enumerate(self.clocks)

@@ -137,7 +137,7 @@ class ClientModes:
 
 
 def refuse_in_elastic_runs(name: str, votes: bool, what: str) -> None:
-    """Raise ConfigError if the run goes on after deaths: its mode and optimizer are fixed."""
+    """Raise ConfigError in a run that goes on after deaths: its `what` cannot change."""
     if votes or ulfm.current is not None:
         raise ConfigError(
             f"client {name!r}: the {what} cannot change in an elastic run, which would go on after "

@@ -112,7 +112,7 @@ class Rule(Protocol):
 
 
 class DynamicGate(ConsistencyGate):
-    """The gate of the first server in the mode `DSSP`: decides when workers may go on.
+    """Decides on the first server in the mode `DSSP` when workers may go on.
 
     It measures how long each worker works on a step. The rule of the mode uses these times to
     decide how far a worker may be ahead of the slowest worker.
@@ -139,10 +139,7 @@ class DynamicGate(ConsistencyGate):
         return ahead <= self.high and self._rule.may_pass(self, worker)
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return the slowest workers, and how many have to catch up before `worker` goes on.
-
-        The number is always 1.
-        """
+        """Return the slowest workers, and 1: `worker` waits until one of them catches up."""
         # The rule looks only at the slowest workers.
         return self.last(), 1
 
@@ -173,7 +170,7 @@ class DynamicGate(ConsistencyGate):
             self._began[worker] = self._now()
 
     def last(self) -> list[int]:
-        """Return the workers with the smallest clock, of those that have not left."""
+        """Return the workers that have finished the fewest steps, of those that have not left."""
         slowest = self.slowest()
         live = itertools.compress(range(len(self.clocks)), self.live)
         return [worker for worker in live if self.clocks[worker] == slowest]
@@ -208,9 +205,9 @@ class MedianRule:
 
 
 class PaperRule:
-    """The rule "paper" of `DSSP`, by Zhao et al.: the fastest worker may make some further steps.
+    """The rule "paper" of `DSSP`: the fastest worker may go beyond the bound `low` for some steps.
 
-    The rule predicts how many steps are best, from the times of the newest pushes.
+    The rule, by Zhao et al., predicts how many steps are best, from the times of the newest pushes.
     """
 
     def __init__(self, workers: int):
@@ -220,8 +217,8 @@ class PaperRule:
     def may_pass(self, gate: DynamicGate, worker: int) -> bool:
         """Whether `worker` may go on, though it is more than `low` steps ahead of the slowest.
 
-        If `worker` is the fastest worker, the rule chooses a number of further steps for it. Each
-        call that returns true uses up one of these steps.
+        If `worker` is the fastest worker, the rule chooses a number of steps beyond `low` for it.
+        Each call that returns true uses up one of these steps.
         """
         clock = gate.clocks[worker]
         if self._refused[worker] == clock:
@@ -237,7 +234,7 @@ class PaperRule:
 
     @staticmethod
     def _steps(gate: DynamicGate, worker: int) -> int:
-        """Return after how many further steps `worker` will wait least for the slowest worker."""
+        """Return after how many more steps `worker` will wait least for the slowest worker."""
         mine, others = gate.ticks[worker], gate.ticks[gate.last()[0]]
         if len(mine) < 2 or len(others) < 2:
             return 0

@@ -109,10 +109,10 @@ class GlobalNorms:
         return self._allowed(number)
 
     def listen(self) -> list[tuple[int, list[Action]]]:
-        """Receive sums of squares of gradients from other servers; return what need not wait now.
+        """Receive sums of squares from other servers; return the actions that waited only for them.
 
         The result is a list of pairs (number of a model, its actions). An action is an update or an
-        answer to a worker. These actions have waited for the sums.
+        answer to a worker.
         """
         if not self.pending:
             return []

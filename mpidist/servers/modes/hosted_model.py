@@ -118,7 +118,7 @@ class Hosted:
         return self.due.read(link, worker, rank, self.whole, words.view(np.int64).tolist())
 
     def use_shards(self, shard: ServerShard, copy: ServerShard | None, piece_bytes: int) -> None:
-        """Replace this server's part of the model, after a change of shares in an elastic run."""
+        """Replace this server's part of the model, when an elastic run divides its models anew."""
         # The age of a worker's newest pull stays. The copies of pulled values become the present
         # values.
         ages = [self.shard.version - seen for seen in self.pulled]
@@ -135,7 +135,7 @@ class Hosted:
         return [] if self._copies is None else self._copies.kept
 
     def weight(self, push: Push) -> float:
-        """Return the factor of the learning rate for a push that alone makes an update.
+        """Return by what an update from `push` alone multiplies the learning rate.
 
         The factor is not used in modes in which the gradients of all workers make one update.
         """
@@ -235,7 +235,7 @@ class Hosted:
         return [(1.0, push.parts)], self.weight(push) * factor
 
     def merge(self, action: Apply) -> tuple[dict, float] | None:
-        """Return the mean gradients of the update `action`, and its factor of the learning rate.
+        """Return the mean gradients of the update `action`, and a factor for its learning rate.
 
         The result is None if there is nothing to update.
         """

@@ -236,7 +236,7 @@ class MomentumCorrected(Stale):
 
 
 def check_momentum(model: str, stale: Stale, optimizer, elsewhere: bool = False) -> None:
-    """Raise ConfigError if the policy `stale` changes the velocity of momentum but cannot do it.
+    """Raise ConfigError if `stale` is `MomentumCorrected`, but the model cannot use this policy.
 
     The policy needs the optimizer ``optim.momentum``. It cannot be used if the velocity is also on
     another server or on a GPU (`elsewhere`).

@@ -34,7 +34,7 @@ class Checksums:
         self._link, self._workers, self._servers = link, workers, servers
 
     def before_send(self, buffer: np.ndarray, nbytes: int, dest: int, tag: int) -> None:
-        """Prepare a send: write a message's checksum to its header, or send a piece's checksum."""
+        """Write a checksum to a message's header; send the checksum of a piece before the piece."""
         if tag in _WITH_HEADER:
             self.seal(buffer, nbytes)
         elif tag == PIECE_UP:

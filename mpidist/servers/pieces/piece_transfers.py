@@ -48,7 +48,7 @@ class PieceReceives:
         self._status, self._model = MPI.Status(), model
 
     def post(self, free: int) -> None:
-        """Begin to receive the next pieces, up to 4 (`WINDOW`) after the first `free` pieces.
+        """Begin to receive the next pieces, so that at most 4 (`WINDOW`) are unused at a time.
 
         The caller has used the data of the first `free` pieces, so their memory may be overwritten.
         """

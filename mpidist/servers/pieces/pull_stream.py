@@ -79,7 +79,7 @@ class PullStream:
         version.link.count_pieces(len(version.pieces) - first, self.left, 0, 0)
 
     def progress(self) -> bool:
-        """Send pieces, as many as may be on the way; return whether all pieces have been sent."""
+        """Send pieces, at most 4 (`WINDOW`) at a time; return whether all pieces have been sent."""
         self._sends.reap()
         pieces, done = self.version.pieces, self.next - len(self._sends)
         for number in allowed(len(pieces), self.next, done):

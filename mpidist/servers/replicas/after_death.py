@@ -128,10 +128,10 @@ def up_to_date(everyone: Sequence[Mapping | None], voted: bool) -> list[set[int]
 
 
 def targets(servers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return pairs (rank, number of a server): the rank must hold the part of this server.
+    """Return pairs (rank, i), which mean that this rank must hold the shard of server `i`.
 
     `servers` has the rank of each server. With several servers, the rank of the next server must
-    hold a copy of the part.
+    hold a copy of the shard.
     """
     size = len(servers)
     shards = [(rank, number) for number, rank in enumerate(servers)]

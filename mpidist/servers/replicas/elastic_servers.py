@@ -65,7 +65,7 @@ class ElasticServerGroup(ServerGroup):
         nonfinite: str = "raise",
         stale: Stale | None = None,
     ) -> Client | None:
-        """Add a model again after a death, from the parameters and steps in `kept`. Collective."""
+        """Add a model again after a death; `kept` has its values and step counts. Collective."""
         policy = KeepStale() if stale is None else stale
         client = self._host(
             Request(name, model, optimizer, consistency, 0, global_batch, kept, nonfinite, policy)

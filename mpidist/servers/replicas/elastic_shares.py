@@ -56,7 +56,7 @@ def change_shares_beside(
 
     Each server makes its new part of each model beside the old one, which it keeps until all ranks
     are ready. ``prepare`` is called with this rank's new parts (a `Prepared`) before any rank uses
-    its own. Returns the new `Members` of this rank, or None if nothing changes.
+    its own. Returns a `Members` with the new servers and shares, or None if nothing changes.
     """
     link, server = members.link, members.server
     with link.serving(nothing):

@@ -32,9 +32,9 @@ from .shard_ranges import all_ranges, pack, range_bytes, unpack
 
 
 class Forwarded(NamedTuple):
-    """An update of the step `clock`, sent by the server before this one.
+    """An update of the step `clock`, received from the server whose part is copied here.
 
-    This server makes the update in its copy of that server's part.
+    This server makes the same update in its copy.
     """
 
     clock: int
@@ -63,21 +63,21 @@ class ShardCopies:
 
     @property
     def pending(self) -> bool:
-        """Whether updates for copies may still arrive, on this server or on the next server."""
+        """Whether updates may still come, for the copy on this server or the copy of its part."""
         return self.behind or not self._heard_end
 
     @property
     def behind(self) -> bool:
-        """Whether the next server has still to confirm that it has received updates."""
+        """Whether the server with the copy has still to confirm that it has received updates."""
         # Updates for which servers vote are not counted, because the votes confirm them.
         return self._asked > self._acknowledged
 
     # -- this server's shard ---------------------------------------------------------------
 
     def forward(self, number: int, actions: Sequence[Action]) -> None:
-        """Send the merged gradients of each update in `actions` to the next server, for its copy.
+        """Send the merged gradients of each update in `actions` to the server that has the copy.
 
-        `number` is the number of the model. `actions` may also have answers, which are ignored.
+        `number` is the number of the model. Elements of `actions` that are no updates are ignored.
         """
         model = self._models[number]
         mode, layout = model.gate.consistency, model.shard.layout
@@ -113,7 +113,7 @@ class ShardCopies:
             model.merged.append(merged)
 
     def answered_later(self, model, answer) -> bool:
-        """Whether an answer must wait until the next server has this model's updates."""
+        """Whether `answer` must wait until the server with the copy has this model's updates."""
         # With votes no answer waits: a server votes only when it has the updates for its copy.
         waits = not model.gate.consistency.holds and self._asked > self._acknowledged
         if waits:
@@ -130,7 +130,7 @@ class ShardCopies:
     # -- the copy --------------------------------------------------------------------------
 
     def listen(self) -> list:
-        """Receive updates and confirmations; return the answers that waited for a confirmation."""
+        """Receive updates, and confirmations of sent updates; return the answers to send now."""
         comm, tag, status = self._link.comm, self._link.tag + COPY, MPI.Status()
         for rank in {self._before, self._after}:
             while True:
@@ -171,7 +171,7 @@ class ShardCopies:
         return (number, clock) in self._here
 
     def apply(self, number: int, clocks: int) -> None:
-        """Make the received updates of the first `clocks` steps in the copy of model `number`."""
+        """Apply the received updates of the first `clocks` steps to the copy of model `number`."""
         waiting = self._waiting[number]
         while waiting and waiting[0].clock < clocks:
             update = waiting.popleft()

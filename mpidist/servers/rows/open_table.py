@@ -1,4 +1,4 @@
-"""One server's rows of an open table. Pushes make the rows, and unused rows may be dropped.
+"""One server's rows of a table that gets rows when keys are pushed, and can drop unused rows.
 
     a push of keys -> counts of keys without a row -> rows, once a key has `min_count` pushes
     a pull of keys -> the values of their rows, or the initial values of the keys

@@ -180,7 +180,7 @@ class CachedRows:
     def wrote(self, pushes: Mapping, samples: int | None, clock: int) -> None:
         """Apply this worker's gradients of the step `clock` to its cached rows.
 
-        If the worker cannot compute the update itself, the rows that it pushes are dropped.
+        If the worker cannot compute the update itself, it removes the pushed rows from its cache.
         """
         # In modes that hold pushes until the end of the step, a row is used only in the step in
         # which it was fetched, before its push is applied.

@@ -17,7 +17,7 @@ SPREADS = ("ranges", "rows")
 
 
 def row_policies(model: str, shapes: Mapping[str, tuple], rows, spread) -> dict[str, RowPolicy]:
-    """Return {name of a tensor: `RowPolicy`}: how the tensor is updated, and divided."""
+    """Return {name of a tensor: `RowPolicy`}: how servers update it and divide its rows."""
     found, names = {}, shapes.keys()
     for argument, given, known in (("rows", rows, ROWS), ("spread", spread, SPREADS)):
         each = dict(given) if isinstance(given, Mapping) else dict.fromkeys(names, given)

@@ -15,7 +15,7 @@ from ..layout.routing import WholeParts
 
 
 class BoundGradients(dict):
-    """Gradients in memory that later pushes use again, and a function that applies them fast."""
+    """Gradients whose memory later pushes use again, and a function that applies them fast."""
 
     __slots__ = ("_again", "_arrays", "_optimizer", "_state")
 
@@ -62,7 +62,7 @@ def gradients_again(parts: Any) -> BoundGradients | None:
 def kept_with(parts: Any, gradients: dict[str, Any]) -> dict[str, Any]:
     """Return `gradients`, as `BoundGradients` if later pushes use the same memory again.
 
-    `parts` lists the arrays of a push, and keeps the `BoundGradients` for later pushes.
+    `parts` lists the arrays of a push. Its attribute ``gradients`` stores the `BoundGradients`.
     """
     if type(parts) is not WholeParts:
         return gradients

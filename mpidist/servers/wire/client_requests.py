@@ -92,13 +92,13 @@ class ClientRequests:
         self.versions[:] = (before.versions + [newest] * len(self.servers))[: len(self.servers)]
 
     def take_note(self) -> tuple[int, int]:
-        """Return `note` (two integers for the first server), and set `note` to zeros."""
+        """Return `note`, two integers that go to the first server once, and set `note` to zeros."""
         note, self.note = self.note, (0, 0)
         return note
 
     @property
     def has_entered(self) -> bool:
-        """Whether a server has answered a pull in the present step, and the step has so begun.
+        """Whether the present step has begun, because a server has answered a pull in it.
 
         False in modes in which a step begins only when every server has answered.
         """
@@ -167,7 +167,7 @@ class ClientRequests:
         return self._has_pieces and self._modes.streams(clock)
 
     def tell_all(self, flags: int, data: bytes) -> None:
-        """Send the bytes `data` to every server; `flags` says what they ask for."""
+        """Send a message with the bytes `data` to every server; `flags` says what it asks for."""
         total = HEADER_BYTES + len(data)
         for rank in self.servers:
             buffer = self.link.pool.take(total)

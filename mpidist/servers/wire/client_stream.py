@@ -106,7 +106,7 @@ class ClientStream:
 
 
 def places_in(layout: ServerLayout, arrays: Mapping[str, np.ndarray], piece: WirePiece):
-    """Yield the bytes in `arrays`, and the slice of the piece, of each tensor range in a piece."""
+    """Yield (bytes in `arrays`, slice of `piece`) for each range of a tensor in `piece`."""
     for tensor, start, stop, at in piece.spans:
         name, _, dtype, *_ = layout.tensors[tensor]
         size = dtype.itemsize
@@ -121,7 +121,7 @@ def _raw(arrays: Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray]:
 def can_share(gradients: Mapping[str, np.ndarray], out: Mapping[str, np.ndarray]) -> bool:
     """Whether new parameters may be written to `out` while `gradients` are still being sent.
 
-    An array may be in both mappings only under the same name, and under no other name.
+    It is false if arrays overlap in part, or if an array has different names in the mappings.
     """
     # An answer overwrites only gradients that its server has already received.
     users: dict[tuple[int, int], list[tuple[int, str]]] = {}

@@ -167,6 +167,6 @@ class DueActions:
                     del self._waiting[worker]
 
     def ended(self) -> StreamedUpdate | None:
-        """Return the last update finished piece by piece, and forget it; None if there is none."""
+        """Return and forget the last update that was made in pieces; None if there is none."""
         update, self.update = self.update, None
         return update

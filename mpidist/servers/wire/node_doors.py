@@ -28,7 +28,7 @@ class MailBox(NamedTuple):
     door: ServerDoor
 
     def write(self, *fields: int) -> None:
-        """Write the answer, with these fields of the header, and notify the worker."""
+        """Write an answer with `fields` in its header and the parameters; notify the worker."""
         parameters = self.model.shard.parameters
         write_header(self.answer, *fields)
         for key, view in self.values:

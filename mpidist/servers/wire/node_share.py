@@ -205,7 +205,7 @@ class Transport(NamedTuple):
     stale: str
 
     def anew(self, rank: int, share: NodeShare | None, why: str) -> Transport:
-        """Return this `Transport` with a new text, which describes the shared memory `share`.
+        """Return a copy of this `Transport`, whose text describes the shared memory `share`.
 
         If `share` is None, the text says that data are sent in messages, for the reason `why`.
         """

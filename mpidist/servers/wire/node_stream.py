@@ -142,7 +142,7 @@ def fence() -> None:
 
 
 class NodeClientStream:
-    """The pieces of one push_pull between this worker and a server of its host."""
+    """One push_pull in pieces between this worker and a server of its host."""
 
     def __init__(
         self,
