@@ -63,6 +63,6 @@ def operation(comm, kind: str) -> Iterator[tuple[context.Context, int]]:
 
 
 def report_no_copy(reason: str) -> None:
-    """Report on stderr, and in the event log, why the nodes do not hold a copy of a step."""
+    """Report on stderr, and in the event log, why no copy of a checkpoint is kept on the nodes."""
     events.emit("checkpoint_not_held", reason=reason)
     print(f"mpidist: no {reason}", file=sys.stderr, flush=True)

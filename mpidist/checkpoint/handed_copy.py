@@ -57,8 +57,9 @@ def save_copy(comm, memory: Path, path: str, step: int, state: Mapping) -> bool:
 def restore_newest(comm, memory: Path | None, store, like: dict, handed: str) -> tuple[dict, bool]:
     """Return the newest state, and whether it is from a copy in memory, not from `store`.
 
-    Collective. `handed` says where the earlier start has left the state: `IN_MEMORY` (in the memory
-    of the host), `IN_STORE` (in the checkpoint store), or "" if unknown. Raises NoCheckpoint.
+    Collective. `handed` says where the program, which has now been started again, left the state
+    when it ended: `IN_MEMORY` (in the memory of the host), `IN_STORE` (in the checkpoint store), or
+    "" if unknown. Raises NoCheckpoint.
     """
     if memory is None or not hasattr(store, "let_go"):
         return store.restore(like)[1], False

@@ -46,8 +46,9 @@ _MARK = re.compile(
 class Mark(NamedTuple):
     """A file whose name says where a history (series of saved steps) begins.
 
-    History `number` begins after step `step` of history `after`. If `after` is None, it follows no
-    step. `beginning` is a digest of the run's name (the text `fresh` of the store), or empty.
+    History `number` begins after step `step` of history `after`. If `after` is None, the history
+    follows no step. `beginning` is a digest of the text that the user passed to the store as
+    `fresh`, or empty.
     """
 
     number: int
@@ -113,14 +114,14 @@ class Histories:
         return (number for number in numbers if any(self.committed(self.own[number])))
 
     def newest(self) -> int | None:
-        """Return the number of the newest history that has a complete step, or None."""
+        """Return the number of the newest series of saved steps with a complete step, or None."""
         return next(self.numbers(), None)
 
     def parts(self, number: int | None) -> Iterator[tuple[int, int]]:
         """Yield (history, last) for history `number` and the older histories that it continues.
 
-        A history is a series of saved steps; the newest comes first. Of an older history, it
-        continues only the steps up to number `last`.
+        A history is a series of saved steps. History `number` is yielded first; of each older
+        history, it continues only the steps up to number `last`.
         """
         last = MAX_STEP
         while number is not None:
@@ -146,7 +147,7 @@ class Histories:
         return sorted((entry for own in self.own.values() for entry in own), reverse=True)
 
     def beginning(self, number: int) -> str:
-        """Return a text for errors: the number of a history, and the step after which it begins."""
+        """Return words for a history (series of saved steps) and the step after which it begins."""
         mark = self.marks.get(number, Mark(number))
         if mark.after is None:
             return f"history {number}"
@@ -166,10 +167,10 @@ class Histories:
         return mark._replace(number=last + 1)
 
     def idle_marks(self, newest: int) -> list[Mark]:
-        """Return the marks of histories older than number `newest` that are no longer needed.
+        """Return the unneeded files that say where old histories (series of saved steps) begin.
 
-        A mark is a file that says where a history (series of saved steps) begins. It is needed
-        while a step is left of its history, or of a history that continues it.
+        Such a file is needed while the folder has a step of the file's history, or of a later
+        history that continues this history. Only histories with a number below `newest` are old.
         """
         needed = {part for number in self.own for part, _ in self.parts(number)}
         return [m for m in self.marks.values() if m.number < newest and m.number not in needed]
@@ -177,7 +178,7 @@ class Histories:
 
 @contextmanager
 def opened(path: str) -> Iterator[tuple[int, Histories]]:
-    """Keep a store's folder open in a ``with`` block; yield it and a listing of its histories.
+    """Keep a store's folder open in a ``with`` block; yield it and a listing of its saved steps.
 
     Raises NoCheckpoint if the folder does not exist.
     """
@@ -253,9 +254,10 @@ def all_steps(path: str, history: int | None = None) -> list[int]:
 def everything(
     path: str, step: int | None = None, history: int | None = None
 ) -> tuple[list[Entry], Histories]:
-    """Return the complete step folders of all histories, newest first, and the folder's listing.
+    """Return all complete step folders of a store, newest first, and the listing of its folder.
 
-    Only those that fit `history` and `step` are returned. Raises NoCheckpoint if there are none.
+    If `history` (the number of a series of saved steps) or `step` is given, only its folders are
+    returned. Raises NoCheckpoint if there are none.
     """
 
     def pick(listed: Histories) -> list[Entry]:
@@ -278,7 +280,7 @@ def is_gone(path: str, entry: Entry) -> bool:
 
 
 def publish(name: str, history: int, step: int, root: int) -> Entry:
-    """Rename the finished folder `name` in `root` to an unused name of its step; return this."""
+    """Rename the folder `name` to a free name for `history` and `step`; return it as an `Entry`."""
     own = Histories(root).own.get(history, ())
     generation = max((entry.generation for entry in own if entry.step == step), default=-1)
     while True:
@@ -305,7 +307,7 @@ class Line:
         self._at: Entry | None = None
 
     def stand(self, entry: Entry) -> None:
-        """Record that the step `entry` was restored or saved; the next saved step follows it."""
+        """Record `entry` as the step that this store restored or saved last."""
         self._at, self._fresh = entry, False
 
     def is_fresh(self) -> bool:
@@ -325,7 +327,8 @@ class Line:
     ) -> Entry | None:
         """Return what the function `first` returns.
 
-        Raises NoCheckpoint if `history` is None and `fresh` still hides the steps in the folder.
+        Raises NoCheckpoint if `history` is None and the steps in the folder are ignored (see
+        `is_fresh`).
         """
         if history is None and self.is_fresh():
             raise NoCheckpoint(
@@ -335,9 +338,10 @@ class Line:
         return first(self._path, step, history, passed)
 
     def latest(self) -> Entry | None:
-        """Return the newest complete step folder, or None if there is none or `fresh` hides it.
+        """Return the newest complete step folder; None if there is none or it is ignored.
 
-        It belongs to the newest history (series of saved steps).
+        The folder belongs to the newest history (series of saved steps); `is_fresh` says whether
+        steps are ignored.
         """
         with suppress(NoCheckpoint):
             return self.first()
@@ -346,23 +350,24 @@ class Line:
     def all_steps(self, history: int | None = None) -> list[int]:
         """Return what the function `all_steps` returns.
 
-        Returns [] if `history` is None and `fresh` still hides the steps in the folder.
+        Returns [] if `history` is None and the steps in the folder are ignored (see `is_fresh`).
         """
         return [] if history is None and self.is_fresh() else all_steps(self._path, history)
 
     def is_next(self, history: int, step: int) -> bool:
-        """Whether a step that the nodes hold is at least as new as the newest step in the folder.
+        """Whether the nodes' checkpoint is at least as new as the newest one in the shared folder.
 
-        `history` and `step` are the numbers of the step that the nodes hold (see `TieredStore`).
+        `step` is the number of the step that is saved on the nodes (see `TieredStore`), and
+        `history` is the number of its series of saved steps.
         """
         latest = self.latest()
         return not self.is_fresh() if latest is None else (history, step) >= latest[:2]
 
     def is_of(self, history: int, step: int) -> bool:
-        """Whether a step that the nodes hold is newer than the newest history, or part of it.
+        """Whether the nodes' checkpoint belongs to the newest series of saved steps, or is newer.
 
-        `history` (a series of saved steps) and `step` are the numbers of the step that the nodes
-        hold. The steps of older histories that the newest history continues count as part of it.
+        `step` is the number of the step that is saved on the nodes, and `history` is the number of
+        its series. The steps of older series that the newest series continues count as part of it.
         """
         latest = self.latest()
         if latest is None or self.is_next(history, step):
@@ -374,8 +379,8 @@ class Line:
     def begin(self, root: int, step: int, is_good: Callable[[Entry], bool]) -> int:
         """Return the number of the history (series of saved steps) for a save of `step`.
 
-        Raises CheckpointError if the folder `root` has undamaged steps, `fresh` does not hide them,
-        and this store has neither restored nor saved a step.
+        Raises CheckpointError if this store has neither restored nor saved a step, but the folder
+        `root` has undamaged saved steps that are not ignored (see `is_fresh`).
         """
         listed, fresh = Histories(root), self.is_fresh()
         line = [] if fresh else listed.line()

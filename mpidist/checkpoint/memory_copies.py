@@ -61,7 +61,8 @@ class _CopiesStore(TieredStore):
 def make_private(folder: Path | None) -> None:
     """Make a folder that no other user of the node can read or replace.
 
-    The first rank on a node also removes copies that dead jobs have left there.
+    The rank that creates the folder also removes copies of checkpoints that dead jobs have left
+    beside it.
     """
     if folder is None:
         raise ConfigError(

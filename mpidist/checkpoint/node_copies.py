@@ -100,8 +100,8 @@ def extras(state: Mapping) -> list:
 def copy_record(comm, state: Mapping, extras: Mapping, name: str, history: int) -> dict:
     """Return the state that this rank saves in the copy on its node. Not collective.
 
-    `extras` has the values of all ranks that are not arrays. `name` is the name of the save, and
-    `history` the number of its history (series of saved steps).
+    `extras` has all values, except arrays, from the states of all ranks. `name` is the name of the
+    save, and `history` the number of its history (series of saved steps).
     """
     layout = {str(comm.rank): _layout(state)}
     mark = {"name": name, "history": history, "ranks": comm.size, "layout": layout}
@@ -112,7 +112,7 @@ def usable_steps(comm, path: str, step: int | None, like: Mapping) -> dict[int, 
     """Return the steps whose copies on this node can fill `like`, this rank's state.
 
     The copies are in the folder `path`. If `step` is not None, only this step is looked up. Returns
-    a dict: number of a step -> (number of its history, name of its save).
+    a dict: number of a step -> (number of its series of saved steps, name of its save).
     """
     layout, alike = _layout(like), not any(isinstance(leaf, Shard) for _, leaf in leaves(like))
     marks: dict[int, tuple[int, str]] = {}

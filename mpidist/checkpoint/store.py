@@ -89,10 +89,10 @@ class CheckpointStore(Store):
 
     Notes
     -----
-    A save continues the step that this store restored or saved last. If the folder holds newer
-    steps, for example after ``restore(step=900)``, the save begins a new history (series of saved
-    steps). From then on, `restore` and `keep` use the steps of this history. The newer steps stay
-    on the disk, as an older history.
+    A save adds a step to the history (series of saved steps) of the step that this store restored
+    or saved last. If the folder holds newer steps, for example after ``restore(step=900)``, the
+    save begins a new history. From then on, `restore` and `keep` use the steps of this history. The
+    newer steps stay on the disk, as an older history.
 
     All ranks call every method, and an error on one rank is raised on all ranks. Use the store in a
     ``with`` block, or call `close`.
@@ -237,8 +237,8 @@ class CheckpointStore(Store):
     def continue_newest(self) -> None:
         """Record the newest committed step as restored, without reading it. Collective.
 
-        The next saved step then follows this step. This is for a run whose state has come from
-        other ranks.
+        The next save then continues the history (series of saved steps) of this step. This is for a
+        run whose state has come from other ranks.
         """
         with self._call("continue_newest"):
             self._settle()

@@ -156,7 +156,7 @@ class TieredStore(Store):
             return self._hold(_Copy(step, name, self._history), state, CheckpointStore.save)
 
     def stop_holding(self) -> None:
-        """Remove the nodes' copies, and from now on save in the shared folder only. Collective."""
+        """Remove the nodes' checkpoints; from now on save in the shared folder only. Collective."""
         with self._call("stop_holding"):
             self.wait()
             self._open(make=False)
@@ -214,7 +214,7 @@ class TieredStore(Store):
     def continue_newest(self) -> None:
         """Record the newest committed step as restored, without reading it. Collective.
 
-        The next saved step then follows this step.
+        The next save then continues the history (series of saved steps) of this step.
         """
         self.shared.continue_newest()
 
@@ -228,7 +228,8 @@ class TieredStore(Store):
     def delete(self, step: int, *, history: int | None = None) -> None:
         """Remove a step from the shared folder, as `CheckpointStore.delete` does. Collective.
 
-        The nodes' copies of the step are removed too, unless `history` is given.
+        The copies of the step on the nodes are removed too, but not if `history` (the number of a
+        series of saved steps) is given.
         """
         with self._call("delete"):
             self.wait()
@@ -263,9 +264,9 @@ class TieredStore(Store):
             self.shared.let_go()
 
     def close(self) -> None:
-        """Wait for running saves, remove the nodes' copies, and close the store. Collective.
+        """Wait for running saves, remove the nodes' checkpoints, and close the store. Collective.
 
-        A copy that is newer than the newest step in the shared folder stays.
+        A checkpoint on the nodes that is newer than the newest one in the shared folder stays.
         """
         if self._closed:
             return

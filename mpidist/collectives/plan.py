@@ -223,7 +223,7 @@ def remember(context: Context, place: tuple, plan: CachedPlan) -> None:
 def make_plan(
     context: Context, x, op, algorithm: str, extra: str = "", slots=None, *, agreed: bool = True
 ) -> AllreducePlan:
-    """Return a new plan (prepared allreduce) for `x` that is not in the cache. Collective.
+    """Return a new plan (prepared allreduce) for `x`, without storing it in the cache. Collective.
 
     `extra` is a text that is added to the description of the operation, which the ranks compare. If
     the array lies in memory that the ranks of a node share, `slots` lists the vectors of all ranks

@@ -19,10 +19,10 @@ def digits(
 ) -> tuple[Source, ArraySource]:
     """Return (train, test) sources: images as float32 (n, 1, 8, 8) from 0 to 1, labels as int64.
 
-    The test set has `test` samples, with every class as frequent as in the whole data set. Which
-    samples these are depends only on `seed`, so do not pass the seed of a training run. `distort`
-    has keyword arguments for `Distorted`, which makes distorted copies of the training images: for
-    example ``{"copies": 20, "shift": 0.5, "turn": 10, "scale": 0.1}``.
+    The test set has `test` samples, with every class as frequent as in the whole data set. `seed`
+    chooses these samples; pass the same `seed` in all training runs, so that their test sets are
+    equal. `distort` has keyword arguments for `Distorted`, which makes distorted copies of the
+    training images: for example ``{"copies": 20, "shift": 0.5, "turn": 10, "scale": 0.1}``.
 
     Raises
     ------
@@ -32,7 +32,7 @@ def digits(
     References
     ----------
     E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
-    Repository, 1998, doi 10.24432/C50P49 (the test part of that data set).
+    Repository, 1998, doi 10.24432/C50P49 (scikit-learn has the test part of this data set).
     """
     seed, test = checked_whole("digits: seed", seed, 0), checked_whole("digits: test", test, 1)
     table = _table()

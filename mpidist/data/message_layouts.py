@@ -46,7 +46,7 @@ class Layouts:
         self._masks, self._frame = np.zeros((1, 1), "<u8"), np.ones((1, 1), "<u8")
 
     def kinds(self, lengths: np.ndarray) -> np.ndarray:
-        """Guess the layouts of messages from their lengths; return an index in `spans` for each.
+        """Guess the layout of each message from its length; return the numbers of the layouts.
 
         The layout of a message is where its values are. The guess is the layout of the last message
         of the same length, or 0 (unknown) if the length is new.

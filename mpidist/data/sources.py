@@ -74,7 +74,7 @@ class Part:
         return self.stop - self.start
 
     def take(self, indices) -> tuple:
-        """Return the samples at `indices`; index 0 is sample `start` of the other source."""
+        """Return the samples at `indices`; index 0 is sample `start` of the whole source."""
         return self.source.take(np.asarray(indices) + self.start)
 
 

@@ -31,9 +31,9 @@ def bucket_bytes(wanted: int | str, total: int) -> int:
 def cut_buckets(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
     """Group tensors of `sizes` bytes into buckets; return each bucket's first and end index.
 
-    A bucket ends with the tensor by which it reaches `limit` bytes. A quarter of `limit` is enough
-    for the first bucket, and for a bucket after which at most a quarter of `limit` is left. A
-    tensor is never cut.
+    A bucket ends with the tensor by which it reaches `limit` bytes. The first bucket needs only a
+    quarter of `limit`, and so does a bucket if all tensors after it have at most a quarter of
+    `limit` together. A tensor is never cut.
     """
     buckets: list[tuple[int, int]] = []
     first = filled = 0

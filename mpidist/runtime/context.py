@@ -106,7 +106,7 @@ class Context:
     def uncount(self, runs: events.Runs) -> None:
         """Remove the counter `runs` (a `Runs` object); add its counts to the communicator's totals.
 
-        All ranks must call this method between the same two operations that they do together.
+        All ranks must call this method at the same place in the order of their operations.
         """
         runs.take(self.sent)
         self.runs.remove(runs)
@@ -128,9 +128,9 @@ class Context:
     def begin(self, signature: Signature, runs: events.Runs | None = None) -> int:
         """Begin the next operation, which `signature` describes in the same way on all ranks.
 
-        Returns the number of the operation, which is the argument of the method `tag`, or 0 if
-        ``runs.numbers`` is true. `runs`, if given, counts the runs of a prepared operation, and is
-        increased by one.
+        Returns the number of the operation, for the method `tag`. `runs`, if given, counts the runs
+        of a prepared operation, and is increased by one; if it also numbers them (its attribute
+        `numbers` is true), the method returns 0.
         """
         if self.stopped and (self.failed or self.caller != threading.get_ident()):
             self.check_free(signature.kind)

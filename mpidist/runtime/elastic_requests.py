@@ -40,21 +40,21 @@ def test_some(requests: list[MPI.Request]) -> list[int] | None:
 
 
 def test_one(request: MPI.Request, status: MPI.Status) -> bool:
-    """Return whether a request has ended, and fill `status`; RankFailure after a death."""
+    """Return whether a request has ended, and fill `status`; raise RankFailure after a death."""
     if ulfm.current is None:
         return request.Test(status)
     return _has_ended(request, status) and request.Test()
 
 
 def test_all(requests: list[MPI.Request]) -> bool:
-    """Return whether all requests have ended; RankFailure if a death has interrupted one."""
+    """Return whether all requests have ended; raise RankFailure if a death interrupted one."""
     if ulfm.current is None:
         return MPI.Request.Testall(requests)
     return len(test_some(requests) or ()) == len(requests)
 
 
 def tester(request: MPI.Request) -> Callable[[], bool]:
-    """Return a function that says whether a request has ended; RankFailure after a death."""
+    """Return a function that says if a request has ended, and raises RankFailure after a death."""
     return request.Test if ulfm.current is None else lambda: test_one(request, MPI.Status())
 
 

@@ -125,7 +125,7 @@ def claim_exit_barrier(comm: MPI.Comm) -> bool:
 
 
 def survive(comm: MPI.Comm) -> None:
-    """At exit, leave the job by a barrier on `comm`; MPI_Finalize might wait for a dead rank."""
+    """At exit, skip MPI_Finalize, which might wait for a dead rank, and do a barrier on `comm`."""
     global _exit_barrier, _survives
     _unclaimed.clear()
     _exit_barrier, _survives = comm, True

@@ -104,9 +104,9 @@ class Topology:
 
     @property
     def inter_comm(self) -> MPI.Comm:
-        """The communicator of the leaders, in node order; ``MPI.COMM_NULL`` on other ranks.
+        """The communicator of nodes' first ranks, in node order; ``MPI.COMM_NULL`` on other ranks.
 
-        Reading this property the first time is collective over the leaders.
+        Reading this property the first time is collective over the first ranks of all nodes.
         """
         if self._open and self.local_rank == 0 and self._inter_comm == MPI.COMM_NULL:
             everyone = self._comm.Get_group()

@@ -126,7 +126,7 @@ def table_name(shard: str, suffix: str = ".table") -> str:
 
 
 def check_head(head: bytes, block: int, digest: bytes) -> Table:
-    """Check the first line of a shard's table file; return the manifest's entry for this file.
+    """Check `head`, the first line of the file that lists a shard's parts; return its `Table`.
 
     Raises Damaged unless the shard is complete.
     """
@@ -199,7 +199,7 @@ def version_of(body: dict, form: str, name: str) -> int:
 
 
 def manifest_of(body: dict, listed: list[File], tensors: list[Fact], rows: list) -> Manifest:
-    """Return the Manifest of a decoded JSON `body`; `rows` is a list of tables of tensor parts."""
+    """Return the Manifest of a decoded JSON `body`; the arrays `rows` list the parts of tensors."""
     table = piece_table.joined(rows, max([1, *(len(tensor.shape) for tensor in tensors)]))
     table = table[np.argsort(table[:, piece_table.TENSOR], kind="stable")]
     step, block = integer_of(body["step"]), integer_of(body["block"], 1)

@@ -17,9 +17,10 @@ from .state import Fact, Path
 def read(body: dict, tables: Sequence, lines: Sequence[bytes]) -> manifest.Manifest:
     """Return the Manifest of a checkpoint in format 1 or 2.
 
-    `body` is the decoded MANIFEST.json. In format 2, `lines` has the line of JSON of each table
-    file, and `tables` has the manifest's entries for these files. The caller must check that the
-    stored parts cover each tensor exactly once.
+    `body` is the decoded MANIFEST.json. In format 2, each shard has a file with one line of JSON,
+    which lists the parts in the shard; `lines` has these lines, and `tables` has the manifest's
+    entries for these files. The caller must check that the stored parts cover each tensor exactly
+    once.
     """
     items = list_of(body["tensors"])
     tensors = [manifest.tensor_of(item["path"], item["dtype"], item["shape"]) for item in items]

@@ -122,7 +122,7 @@ class Geometry:
 
     @cached_property
     def inside(self) -> np.ndarray:
-        """For each row (a part of a tensor), whether it lies inside its tensor."""
+        """For each part of a tensor, whether it lies inside its tensor."""
         start, extent, full, flat = self.start, self.extent, self.full, self.flat
         good = ((start >= 0) & (extent >= 0) & (extent <= full - start)).all(axis=1)
         if flat.any():
@@ -134,24 +134,24 @@ class Geometry:
 
     @cached_property
     def size(self) -> np.ndarray:
-        """For each row (a part of a tensor), its number of elements."""
+        """For each part of a tensor, its number of elements."""
         return np.multiply.reduce(self.extent, axis=1)
 
     @cached_property
     def low(self) -> np.ndarray:
-        """For each row (a part of a tensor), the position of its first element."""
+        """For each part of a tensor, its first element's index if all tensors lie end to end."""
         inner = np.einsum("ij,ij->i", self.start, self.grid.stride[self.tensor])
         return self.grid.base[self.tensor] + np.where(self.flat, self.start[:, 0], inner)
 
     @cached_property
     def last(self) -> np.ndarray:
-        """For each row (a part of a tensor), the position just after its last element."""
+        """For each part of a tensor, its last element's index + 1 if all tensors lie end to end."""
         inner = np.einsum("ij,ij->i", self.extent - 1, self.grid.stride[self.tensor])
         return self.low + np.where(self.flat, self.extent[:, 0], inner + 1)
 
     @cached_property
     def together(self) -> np.ndarray:
-        """For each row (a part of a tensor), whether it is contiguous in the flattened tensor."""
+        """For each part of a tensor, whether it is contiguous in the flattened tensor."""
         good, partial = np.ones(len(self.rows), bool), np.zeros(len(self.rows), bool)
         for axis in range(self.grid.dims - 1, -1, -1):
             good &= ~partial | (self.extent[:, axis] == 1)

@@ -72,7 +72,7 @@ def message_room() -> np.ndarray:
 class ReadAndBroadcast:
     """Divides data that all ranks need among the ranks; each rank reads and broadcasts a part.
 
-    All ranks must pass the same read items as `wants`.
+    The list `wants` says which bytes of files they need, and must be equal on all ranks.
     """
 
     def __init__(self, wants: Sequence[ReadItem], block: int, rank: int, ranks: int, room=None):

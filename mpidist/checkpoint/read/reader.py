@@ -72,7 +72,7 @@ class Reader:
         threads: int = _THREADS,
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Read and check every block that the items `wants` need, and fill the arrays of the items.
+        """Read and check every block that a request in `wants` needs; fill the requests' arrays.
 
         Stops early when ``wanted()`` returns False. Raises Damaged when a block does not match its
         checksum or cannot be read; some arrays may then be filled already.
@@ -141,7 +141,7 @@ class Reader:
             raise Damaged(f"{listed.name} fails its SHA-256")
 
     def _groups(self, wants: Sequence[ReadItem]) -> list[_Group]:
-        """Return the blocks that the read items `wants` need, in groups of successive blocks."""
+        """Return the blocks that the requests in `wants` need, in groups of successive blocks."""
         block = self._manifest.block
         touched: dict[tuple[int, int], list[ReadItem]] = {}
         for want in wants:

@@ -97,7 +97,7 @@ class FoundStep(NamedTuple):
 
 
 class Restore:
-    """One call of `restore`. Only rank 0 searches for a step, and holds the manifest of the step.
+    """One call of `restore`. Only rank 0 looks for a checkpoint, and has its list of contents.
 
     `like` is the state whose arrays are filled in place, or None for new arrays.
     """

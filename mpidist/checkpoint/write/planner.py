@@ -86,7 +86,7 @@ class SavePlan(NamedTuple):
 class Begun(NamedTuple):
     """A save that all ranks have agreed on.
 
-    Only rank 0 has `extras`, the values of all ranks that are not arrays.
+    Only rank 0 has `extras`: all values, except arrays, from the states of all ranks.
     """
 
     step: int

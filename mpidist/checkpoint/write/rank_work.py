@@ -20,7 +20,7 @@ Source = tuple[int, tuple[int, int] | None]
 
 
 class Work:
-    """The pieces of arrays that a rank holds or writes: their sizes, places, and file metadata."""
+    """The parts of arrays that a rank saves, and those that it writes to its shard file."""
 
     def __init__(self, share: Share, facts: Sequence[Fact], marks: Sequence[tuple]):
         self.to = share.to

@@ -12,7 +12,7 @@ The rename of the temporary folder commits the step. Before the rename no reader
 and when it happens all bytes are on stable storage.
 
 `save_async` writes and commits in threads, which need no MPI: the thread of rank 0 commits the step
-as soon as the tables of all shards are in the folder.
+as soon as the folder has the table of each shard (a file that lists the shard's parts).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Save:
             files.close(files.create(shard_writer.failed_name(self.comm.rank), folder))
 
     def _wait_for_tables(self) -> list[bytes]:
-        """On rank 0, wait for the tables of all shards; return their first lines."""
+        """On rank 0, wait for all table files (lists of shards' parts); return each first line."""
         leader = self._begun.plan.leader
         assert leader is not None
         missing = list(leader.pieces)

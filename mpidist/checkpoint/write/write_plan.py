@@ -87,7 +87,7 @@ def agree(all_ranks: Sequence[Description]) -> Tensors:
 
 
 def agree_on_extras(all_ranks: Sequence[Extras]) -> Extras:
-    """Return the extras (leaves that are not arrays) of all ranks.
+    """Return the extras (all values except arrays) from the states of all ranks.
 
     Raises MismatchError if two ranks have different values for an extra.
     """

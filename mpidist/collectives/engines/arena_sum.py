@@ -18,7 +18,7 @@ SMALL_BYTES = 8 << 10
 
 
 def plans_of(context: Context, arena: Arena, op, algorithm: str) -> list[AllreducePlan]:
-    """Return a plan (prepared allreduce) for each vector of `arena` (tensors in shared memory).
+    """Return a prepared allreduce for each of the flat arrays in which `arena` stores tensors.
 
     The first call for an arena is collective.
     """

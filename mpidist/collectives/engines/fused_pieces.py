@@ -111,7 +111,7 @@ class LaneBucket:
         mine[line] = self.count
 
     def everyone_at(self, line: int) -> bool:
-        """Whether all ranks of the node have reached the barrier with its counters at index `line`.
+        """Whether all ranks of the node have reached a barrier; `line` is where its counters are.
 
         Raises an error if a rank of the node has failed.
         """

@@ -215,7 +215,7 @@ class NodeMemory:
 
 
 def memory_of(context: Context, ranks_per_node: int | None = None) -> NodeMemory:
-    """Return the node memory of a communicator; the first call allocates it, and is collective."""
+    """Return the memory that ranks of a node share; the first call allocates it, collectively."""
     if "node" not in context.store:
         context.store["node"] = NodeMemory(context, ranks_per_node)
     return context.store["node"]

@@ -233,9 +233,9 @@ class PieceSum:
     def add_node(self, node: tuple[int, int], vector) -> None:
         """Add `vector`, which is already the sum of the next pieces (summands) of this rank.
 
-        These pieces have the numbers ``node[0]`` to ``node[1] - 1``. They must be all pieces that
-        one node of the tree covers (see `fixed_tree`). The caller may change `vector` after the
-        call.
+        These pieces have the numbers ``node[0]`` to ``node[1] - 1``. They must be all pieces below
+        one node of the binary tree of all pieces (see the module `fixed_tree`). The caller may
+        change `vector` after the call.
         """
         self._take(node[1] - node[0])
         self._weigh()
@@ -260,7 +260,7 @@ class PieceSum:
         """Prepare the messages of the sum, so that `begin` waits for no other rank. Collective.
 
         The method does nothing if the vectors are on a device, if the ranks of one node share
-        memory for the sum, or if the `PieceSum` was made with `votes`.
+        memory for the sum, or if the argument `votes` of the `PieceSum` is not 0.
         """
         sent = self.context.size > 1 and self._plan is None and isinstance(self.rows, np.ndarray)
         if sent and not self.votes and self.n:

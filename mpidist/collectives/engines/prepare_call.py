@@ -36,10 +36,10 @@ def prepared(
 ) -> CachedPlan:
     """Return a prepared operation from the cache; if it is not there yet, make it.
 
-    Making an operation is collective. The ranks compare `signature`, which describes the operation,
-    unless `agreed` says that they have done so. ``build(size, rank, problem[, itemsize], **root)``
-    returns the steps of one rank; `problem` is the length of the vector, or a list of the lengths
-    of its blocks.
+    Making it is collective, and the ranks compare `signature`, which describes the operation,
+    unless `agreed` says that they have done so. The function `build` returns the steps of one rank;
+    the arguments are ``(size, rank, problem, itemsize)``, or ``(size, rank, problem, **root)`` if
+    `root` is given. `problem` is the length of the vector, or a list of the lengths of its blocks.
     """
     # Ranks compare the names of ufuncs, but two ufuncs may have the same name, so the key has the
     # ufunc itself.
@@ -94,8 +94,8 @@ def block_lengths(context: Context, signature: Signature, counts, mine: int) -> 
 def check_counts(counts, total: int | None, size: int) -> np.ndarray:
     """Return `counts` as int64; raise ConfigError unless they are `size` valid lengths.
 
-    If `total` is given, the counts must add up to it. If `counts` is None, return the lengths of
-    blocks of `total` rows that are as equal as possible.
+    If `total` is given, the counts must add up to it. If `counts` is None, the function divides
+    `total` rows into `size` blocks as evenly as possible, and returns the lengths of the blocks.
     """
     if counts is None and total is not None:
         return np.array(BlockPartition(total, size).counts(), np.int64)

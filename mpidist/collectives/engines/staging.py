@@ -1,8 +1,9 @@
 """Allreduce inside a node: private vectors are copied, piece by piece, through shared memory.
 
-Each rank sums one part of the vector over all ranks of the node. A part is copied and summed in
-pieces that fit into the shared buffer. One NumPy call copies many pieces, because the vector is
-treated as two matrices with a row for each part:
+Each of `lanes` ranks sums one part of the vector over all ranks of the node. A part is copied and
+summed in pieces that fit into the shared buffer. One NumPy call copies the same piece of many
+parts, because the longer parts are the rows of one matrix, and the shorter parts are the rows of
+another:
 
     vector   | part 0 | part 1 | part 2 | ...     two matrices, as the first n % lanes parts are
     matrix     row 0    row 1    row 2            one element longer than the others
@@ -168,7 +169,7 @@ class StagedProgram(NodeProgram):
             self.gate.check(key)
 
     def stage(self, t: int, x: Matrices) -> None:
-        """For each part that another rank sums, copy its piece `t` to shared memory."""
+        """Copy piece `t` of each part to shared memory, except of the part that this rank sums."""
         start = t * self.piece
         for matrix, owners, length, inbox, _ in self._round(t).others:
             inbox[...] = x[matrix][owners, start : start + length]

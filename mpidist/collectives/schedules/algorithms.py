@@ -51,7 +51,7 @@ def check_scratch(name: str, size: int, n: int, itemsize: int) -> None:
 
 
 def tree_segments(nbytes: int) -> int:
-    """Return the number of parts into which a double tree cuts half a vector of `nbytes` bytes."""
+    """Return in how many parts each of two trees sums its half of a vector of `nbytes` bytes."""
     return max(1, min(MAX_TREE_SEGMENTS, nbytes // 2 // TREE_SEGMENT_BYTES))
 
 

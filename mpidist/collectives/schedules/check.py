@@ -77,8 +77,8 @@ def run(
     """Run all ranks' steps on vectors of `Value`; return each rank's final memory, and all sums.
 
     `programs` has the steps of each rank, and `vectors` the vector with which each rank begins.
-    Each element says what was added to get it, and `Sums` is the table of all sums. If this
-    function returns, a real run of these steps cannot deadlock.
+    Each element is a `Value`: a number from `vectors`, or the number of a sum in the returned
+    `Sums`. If this function returns, a real run of these steps cannot deadlock.
     """
     n = max((len(v) for v in vectors), default=0)
     memory = [

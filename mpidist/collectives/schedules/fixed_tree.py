@@ -85,9 +85,9 @@ def partials(start: int, stop: int, pieces: int) -> list[Range]:
 
 
 def vectors_held(start: int, stop: int, pieces: int) -> int:
-    """Return how many vectors a rank keeps at most while it adds its pieces.
+    """Return how many vectors a rank must keep in memory at one time while it adds vectors.
 
-    The pieces have the numbers `start` to ``stop - 1``.
+    It adds the vectors `start` to ``stop - 1`` of `pieces` vectors, in the order of a binary tree.
     """
     stack: list[Range] = []
     most = 1
@@ -100,8 +100,8 @@ def vectors_held(start: int, stop: int, pieces: int) -> int:
 def reduce(size: int, rank: int, n: int, *, root: int = 0) -> list[Step]:
     """Return steps that give the root the sum of all ranks' vectors, added in a fixed order.
 
-    The order is that of the module's fixed tree, in which each rank's vector is a piece. It does
-    not depend on the root.
+    The order is that of a binary tree whose leaves are the ranks' vectors. It does not depend on
+    the root.
     """
     steps: list[Step] = []
     scratch = n
@@ -126,7 +126,7 @@ def reduce(size: int, rank: int, n: int, *, root: int = 0) -> list[Step]:
 def allreduce(size: int, rank: int, n: int, *, segments: int = 1, itemsize: int = 4) -> list[Step]:
     """Return steps that give every rank the sum of all ranks' vectors, added in a fixed order.
 
-    The order is that of the module's fixed tree, in which each rank's vector is a piece.
+    The order is that of a binary tree whose leaves are the ranks' vectors.
     """
     return piecewise(size, rank, n, size, segments=segments, itemsize=itemsize)
 
@@ -144,8 +144,8 @@ def piecewise(
     """Return steps that give every rank the sum over all pieces (vectors), at positions ``[0, n)``.
 
     A rank with k partial sums holds them one after the other at the positions ``[0, k n)``. The
-    last `votes` of the n elements belong to no piece: they are numbers of each rank, which are
-    added over all ranks. A rank without pieces has only these numbers.
+    last `votes` of the n elements are not parts of pieces: each rank passes its own numbers there,
+    which are added over all ranks. A rank without pieces has only these numbers.
     """
     if size == 1:
         return []

@@ -68,8 +68,9 @@ def in_place_length(itemsize: int) -> int:
 def staging_length(size: int, lanes: int, piece: int) -> int:
     """Return the number of elements of all shared buffers together.
 
-    An owner is one of the `lanes` ranks that sum a part of the vector. The buffers have room for
-    two pieces, of `piece` elements each, for each pair of a rank and an owner.
+    `lanes` is the number of owners, which are the ranks that each sum a part of the vector. The
+    buffers have room for two pieces, of `piece` elements each, for each pair of a rank and an
+    owner.
     """
     return 2 * piece * lanes * size
 
@@ -157,8 +158,8 @@ class _Staging:
 def staged(size: int, rank: int, n: int, piece: int, base: int) -> list[Step]:
     """Return the steps of an allreduce of private vectors, copied through shared buffers.
 
-    The steps count all elements together: those of the vector from 0, and those of the shared
-    buffers from `base`.
+    In the steps, the elements of the vector are numbered from 0, and those of the shared buffers
+    from `base`.
     """
     staging = _Staging(size, rank, n, piece, size, base)
     steps: list[Step] = []

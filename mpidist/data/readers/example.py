@@ -114,7 +114,7 @@ def _of(data: bytes, span: Span, number: int, kind: int | None = 2):
 
 
 def values(data: bytes, kind_of_list: int, parts: list[tuple[int, Span]]):
-    """Decode the values of a feature: a list of bytes, or an array of float32 or int64."""
+    """Return a record field's decoded values: a list of bytes, or an array of float32 or int64."""
     if kind_of_list == _BYTES:
         return [data[slice(*span)] for _, span in parts]
     text = b"".join(data[slice(*span)] for _, span in parts)

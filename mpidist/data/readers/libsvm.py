@@ -307,7 +307,7 @@ def libsvm(
     zero_based: bool | str = "auto",
     multilabel: bool = False,
 ) -> tuple[Source, Source]:
-    """Return (train, test) sources of dense samples; the training labels are the classes.
+    """Return (train, test) sources of dense samples; the classes are the training file's labels.
 
     If `zero_based` is "auto", the columns of both files count from 1 if neither has a column 0.
     """

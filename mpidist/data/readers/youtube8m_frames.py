@@ -4,7 +4,8 @@
                      a video of 3      frames (5, 1024 + 128) uint8: 3, and 2 of zeros; 3; (3862,)
 
 The second line shows a sample that is padded to 5 frames: an array with 3 frames and 2 frames of
-zeros, the number 3, and the labels. Each byte of a frame stands for a number from -2 to 2.
+zeros, the number 3, and a label for each of 3862 classes. Each byte of a frame stands for a number
+from -2 to 2.
 
 References: Abu-El-Haija et al., "YouTube-8M: a large-scale video classification benchmark", 2016,
 arXiv:1609.08675; the function "Dequantize" in YouTube-8M's starter code.

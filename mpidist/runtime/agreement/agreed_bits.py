@@ -16,7 +16,7 @@ NO_CODE = 0xFF << _CODE
 
 
 def ending(code: int) -> int:
-    """Return the int with which a rank ends the job with exit code `code` because of an error."""
+    """Return the int with which a failed rank ends the job with exit code `code`."""
     return code << _CODE
 
 

@@ -18,7 +18,7 @@ from ...errors import ProtocolError
 
 
 class Call:
-    """A context manager for a call of a public function, which `Context.call` returns.
+    """The context manager that `Context.call` returns, around the work of a public function.
 
     It admits one thread at a time, and sends an exception of its ``with`` block to the other ranks.
     """

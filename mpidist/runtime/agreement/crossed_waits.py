@@ -23,11 +23,11 @@ open_contexts: list = []
 
 
 def look(comm: MPI.Comm, context=None, number: int = 0) -> None:
-    """Tell the ranks that wait for this rank elsewhere that this rank waits on `comm`.
+    """Report that this rank waits on `comm` to ranks that wait for it on other communicators.
 
-    Elsewhere means in operations of other communicators. `context` is mpidist's state for `comm`,
-    or None while it is being made. `number` is the number of the operation in which this rank
-    waits. Raises MismatchError if another rank has reported that the two ranks wait for each other.
+    `context` is mpidist's state for `comm`, or None while it is being made. `number` is the number
+    of the operation in which this rank waits. Raises MismatchError if another rank has reported
+    that the two ranks wait for each other.
     """
     place, here = None, (comm, number)
     for other in tuple(open_contexts):
@@ -66,10 +66,10 @@ def _place(comm, context, number: int) -> str:
 
 
 def crossing(context, number: int, status: Status) -> str | None:
-    """Return the error text if this rank and the sender of `status` wait for each other, else None.
+    """Return the error text if this rank and another rank wait for each other, else None.
 
     `context` is mpidist's state for the communicator on which this rank waits, and `number` is the
-    number of the operation. `status` says in which operation of which communicator the sender
+    number of the operation. `status` says in which operation of which communicator the other rank
     waits.
     """
     if status.state != ELSEWHERE or status.sequence != number:

@@ -122,8 +122,8 @@ def rank_list(ranks: Iterable[int]) -> str:
 def conflict(statuses: Iterable[Status]) -> str | None:
     """Return an error text if ranks are in different operations, otherwise None.
 
-    For one number n, each status describes the n-th operation of a rank on the communicator. A rank
-    that has left the communicator earlier also gives a conflict.
+    Each status is the report of one rank, and all reports are about the operation with the same
+    number on the communicator. A rank that has left the communicator earlier also gives a conflict.
     """
     statuses = list(statuses)
     here = [s for s in statuses if s.state == WAITING]

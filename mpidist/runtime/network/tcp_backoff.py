@@ -65,7 +65,7 @@ Values = dict[tuple[int, int], int]
 
 
 class Stalled(NamedTuple):
-    """A connection without an answer: its descriptor and inode, the other host, and TCP's tries."""
+    """A connection without an answer from `host`; TCP has tried again `tries` times."""
 
     fd: int
     inode: int

@@ -282,7 +282,7 @@ class Arena(Mapping):
     def take_lines(self, count: int) -> int | None:
         """Reserve `count` cache lines of int64 counters in ``lines[r]`` of each rank r of the node.
 
-        Returns the index of the first reserved number in ``lines[r]``, or None if too few cache
+        Returns the index of the first reserved counter in ``lines[r]``, or None if too few cache
         lines are free.
         """
         first = self._free_line

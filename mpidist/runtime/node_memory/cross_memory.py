@@ -1,10 +1,11 @@
 """Cross-memory attach: the kernel copies between the private memory of the ranks of a node.
 
-With the system call process_vm_readv(2), Linux copies data once between two processes of one user,
-without shared memory and without a message. Containers and hardened kernels may forbid this call,
-or a process number may mean another process, so all ranks test it with random numbers before they
-use it. In an elastic group (ranks that go on after a rank has died), a rank writes only after the
-kernel has confirmed that no process of the group has ended.
+With the system calls process_vm_readv(2) and process_vm_writev(2), Linux copies data once between
+two processes of one user, without shared memory and without a message. Containers and hardened
+kernels may forbid these calls, or a process number may mean another process, so all ranks test them
+with random numbers before they use them. In an elastic group (ranks that go on after a rank has
+died), a rank first asks the kernel whether a process has ended, and writes to another process only
+if none has.
 """
 
 from __future__ import annotations
