@@ -138,9 +138,9 @@ class CheckpointStore(Store):
         Parameters
         ----------
         step : int
-            The number of the step, the same on all ranks. Saving the last step again replaces it.
-            If the number is lower than that of the last step, the save begins a new history (series
-            of saved steps).
+            The number of the step, the same on all ranks. Saving the last step again replaces it;
+            at every moment the old or the new version is complete on the disk. If the number is
+            lower than that of the last step, the save begins a new history (series of saved steps).
         state : dict
             Nested dicts with string keys. An array that is not a `Shard` must be equal on all ranks
             that have it, and is written only once. This is not checked: use `md.check_replicas`.

@@ -56,7 +56,8 @@ class TieredStore(Store):
     keep, keep_every, writers, direct, sha256, fresh
         Arguments for the shared folder, which the docstring of `CheckpointStore` explains.
     local : path-like
-        A folder of the node, in memory (``/dev/shm/...``) or on a disk of the node.
+        A folder of the node, in memory (``/dev/shm/...``) or on a disk of the node. Ranks of one
+        node that pass different folders count as ranks of different nodes.
     local_keep : int
         How many steps a node keeps.
     """
@@ -179,8 +180,10 @@ class TieredStore(Store):
         - `history` is None.
         - Each rank runs on the node on which it saved the step.
         - `like` has the same arrays as the state that this rank saved.
+        - The copies are undamaged: every byte is checked before an array is filled.
 
-        Otherwise the state is read from the shared folder.
+        Otherwise, and if `like` is None, the state is read from the shared folder. The argument
+        `verify` applies only to the shared folder.
         """
         with self._call("restore"):
             self.wait()

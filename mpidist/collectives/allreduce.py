@@ -127,7 +127,8 @@ def _prepare(
 class Handle:
     """A nonblocking allreduce that is running; `test` makes progress, `wait` waits for the result.
 
-    Only the thread that began the operation may call `wait`. Any thread may call `test`.
+    Only the thread that began the operation may call `wait`. Any thread may call `test`, which
+    returns False while another thread is in `test`.
     """
 
     def __init__(

@@ -59,7 +59,8 @@ class BadRecordFilter:
         """Return the good samples at `indices`, and a list of the bad ones, as a `Batch`.
 
         Raises SourceError if no record could be read in several tries, and ConfigError if the
-        source returned a wrong number of samples.
+        source returned a wrong number of samples. Raises the exception of the source if each record
+        alone can be read.
         """
         for number in range(1, TRIES + 1):
             try:

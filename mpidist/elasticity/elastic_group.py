@@ -167,7 +167,8 @@ class Group:
         """Return a context manager for work for which the other ranks may have to wait.
 
         `name` is "save", "data", "evaluate" or "plan". In the ``with`` block, this rank is not
-        evicted (killed by the other ranks) for taking long.
+        evicted (killed by the other ranks) for taking long, nor for a native call that holds
+        Python's global lock.
         """
         return polling.phase(name)
 

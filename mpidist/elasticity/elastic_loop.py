@@ -110,9 +110,11 @@ def elastic(
     deadline : str or float
         When the other ranks of a node kill a rank in order to go on without it. With "stopped",
         this happens after its process has been stopped (SIGSTOP), or its threads have not run, for
-        5 s. If `deadline` is a number of seconds, it replaces the 5 s for a stopped process. A rank
-        is then also killed if it computes for more than this number of seconds while other ranks
-        wait. With "auto", the number is the time of 20 median steps, but at least 1 s.
+        5 s. If `deadline` is a number of seconds, it replaces the 5 s for a stopped process, and,
+        if it is larger than 5, also for threads that do not run. A rank is then also killed if it
+        computes for more than this number of seconds while other ranks wait. With "auto", the
+        number is the time of 20 median steps, but at least 1 s, and a stopped process is killed
+        after at most 5 s.
 
     Returns
     -------
@@ -167,8 +169,10 @@ def run_elastic(
     not catch. The function is then called again on the living ranks, with the newest state.
     ``group.steps`` leaves out the steps that are already done.
 
-    The last `spares` ranks of `comm` wait, using 1 % of a core each. After a death, the first of
-    them replaces the dead rank and calls `function`, too. The docstring of `elastic` explains the
+    The function may call any collective on ``group.comm``, and may make from it what it needs, such
+    as arenas and prepared operations. The last `spares` ranks of `comm` wait, using 1 % of a core
+    each, and are not in ``group.comm``. After a death, the first of them replaces the dead rank and
+    calls `function`, too, so the group keeps its size. The docstring of `elastic` explains the
     other arguments and the errors.
 
     Returns

@@ -22,12 +22,15 @@ class Elastic:
     deadline : "stopped", "auto" or float
         When the other ranks of a node kill a rank in order to go on without it. With "stopped", a
         rank is killed after its process has been stopped (SIGSTOP), or its threads have not run,
-        for 5 s. If `deadline` is a number of seconds, it replaces the 5 s for a stopped process. A
-        rank is then also killed if it computes for more than this number of seconds while other
-        ranks wait. With "auto", the number is the time of 20 median steps, but at least 1 s.
+        for 5 s. If `deadline` is a number of seconds, it replaces the 5 s for a stopped process,
+        and, if it is larger than 5, also for threads that do not run. A rank is then also killed if
+        it computes for more than this number of seconds while other ranks wait. With "auto", the
+        number is the time of 20 median steps, but at least 1 s, and a stopped process is killed
+        after at most 5 s.
     slow : float
-        A rank is killed if it needs this many times as long for a step as the median of the other
-        ranks, in 20 steps in a row. 0 switches this off.
+        A rank is killed if, in two successive groups of ten steps, it needs more than this many
+        times as long as the median of the other ranks, and more than 5 ms longer for a step. 0
+        switches this off.
     copies : "memory", "none" or int
         Under ``mpidist launch --elastic``, each node keeps a copy of the state in its memory. If
         the ranks cannot go on after a death, `mpidist launch` starts them again from this copy. A

@@ -153,10 +153,11 @@ class ServerGroup(OnlineShares):
         optimizer : object with init and update
             Each server applies it to its own parts of the tensors: see ``mpidist.optim``.
         update : "add" or "assign"
-            Used instead of an optimizer. "add": servers add pushed values to the present values.
-            "assign": pushed values replace the present values. If a row gets several values in a
-            step under BSP, the highest worker rank's value wins, and within one push the last
-            value. A push with ``samples=0`` changes nothing; other numbers do not matter.
+            Used without `optimizer`, `global_batch` and `clip_norm`. "add": servers add pushed
+            values to the present values. "assign": pushed values replace the present values. If a
+            row gets several values in a step under BSP, the highest worker rank's value wins, and
+            within one push the last value. A push with ``samples=0`` changes nothing; other numbers
+            do not matter.
         consistency : BSP, SSP, DSSP, ASP or BackupWorkers
             The consistency mode, which says when workers wait for each other. BSP by default.
         seed : int

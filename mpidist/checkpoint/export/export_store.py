@@ -18,7 +18,8 @@ def export(comm, path, out, *, step: int | None = None) -> int:
     """Write one checkpoint of the store at `path` to the new file `out`; return its step number.
 
     Collective over `comm`. All ranks together write an HDF5 file if h5py was built with parallel
-    HDF5. Otherwise rank 0 alone writes the file.
+    HDF5. Otherwise rank 0 alone writes the file. An error on one rank is raised on all ranks, and
+    no file is left.
 
     Parameters
     ----------
