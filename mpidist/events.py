@@ -96,8 +96,8 @@ class Counters:
 class Runs:
     """Counts the runs of an operation; `counters` has the messages and bytes of one run.
 
-    The operation adds 1 to the attribute `times` in each run. If there is a `reader`, this function
-    returns the number of runs instead.
+    The operation adds 1 to the attribute `times` in each run, unless a function `reader` is given,
+    which returns the number of runs.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Runs:
         return self.times if self.reader is None else self.reader()
 
     def take(self, into: Counters) -> None:
-        """Add to `into` what the operation has sent in its runs since the last call of `take`."""
+        """Add to `into` the messages and bytes of all runs since the last call of `take`."""
         number = self.number()
         into.add(self.counters, number - self._taken)
         self._taken = number

@@ -33,10 +33,10 @@ _CHAIN = 50
 
 
 def fit(comm, *, repeats: int = 5) -> dict[str, float]:
-    """Measure the network between two ranks, or their common node; return the parameters by name.
+    """Measure how fast two ranks exchange messages; return parameters of `NetworkModel` by name.
 
-    Collective over `comm`, which must have two ranks. Two nodes give the parameters of the network;
-    one node gives `node_latency` and `node_gap`.
+    Collective over `comm`, which must have two ranks. On two nodes, the parameters of the network
+    are measured; on one node, `node_latency` and `node_gap`.
     """
     if comm.size != 2:
         raise ConfigError(f"fit runs on 2 ranks, given {comm.size}; use mpirun -n 2")
@@ -84,8 +84,8 @@ def line(sizes, seconds) -> tuple[float, float]:
 def link(sizes: Sequence[int], seconds: Sequence[float], base: float) -> tuple[float, float, float]:
     """Fit (gap, burst, peak) of a network link to the `seconds` of messages of `sizes` bytes.
 
-    A message of b bytes takes ``base + max(b peak, (b - burst) gap)`` seconds. Gap and peak are in
-    seconds per byte, and burst is in bytes; `network_model` explains them.
+    A message of b bytes takes a fixed time `base` and ``max(b * peak, (b - burst) * gap)`` seconds.
+    Gap and peak are in seconds per byte, and burst is in bytes; `network_model` explains them.
     """
     x, y = np.asarray(sizes, float), np.asarray(seconds, float)
     beyond = np.maximum(y - base, 1e-9)

@@ -79,7 +79,7 @@ def pool_size(nbytes: int, cold: bool) -> int:
 
 
 def check_forms(forms: Sequence[str], low: int, cold: bool) -> None:
-    """Raise ConfigError if `forms` has an unknown name, or if `low` is too small for ``--cold``."""
+    """Raise ConfigError for an unknown name in `forms`, or if ``--cold`` needs too many vectors."""
     for form in forms:
         if form not in FORMS:
             raise ConfigError(f"--forms {form}: expected some of {', '.join(FORMS)}")

@@ -11,7 +11,7 @@ TOLERANCE = 1.05
 
 
 def lines(rows: Sequence[dict]) -> list[str]:
-    """Return the lines of the summary: mean ratios, and the cases where MPI is faster."""
+    """Return the lines of the summary: mean speedups over MPI, and cases where MPI is faster."""
     means, chosen = [], []
     for name in _names(rows):
         mine = [row for row in rows if row["algorithm"] == name]

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compute_seconds(parts, global_batch: int, repeats: int = 5) -> float:
-    """Return the seconds that this machine computes for a global batch: the least of `repeats`."""
+    """Return the seconds to compute a global batch on this machine: the best of `repeats` runs."""
     import numpy as np
 
     from ..data import BadRecordFilter

@@ -1,7 +1,8 @@
 """``mpidist grow CONTROL -n K``: continue the job of a running `mpidist launch` with more ranks.
 
 The command writes a request into the control folder, and returns. `mpidist launch` then starts the
-program a second time, with K more ranks, which take over the state of the training run.
+program again with K more ranks than before, and this new start continues the training run in place
+of the old one.
 """
 
 from __future__ import annotations

@@ -36,10 +36,10 @@ class EvictionLimits(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """If two checks at most this many seconds apart find a process stopped, it is one stop.
+        """Seconds; if two checks of a process lie further apart, it may have run between them.
 
-        If more time lies between the checks, the process may have run in between, so its stop
-        counts from the second check.
+        If both checks then find it stopped by a signal, it counts as stopped only since the second
+        check.
         """
         return max(0.1, min(1.0, self.stopped / 2))
 

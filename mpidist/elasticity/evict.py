@@ -96,10 +96,10 @@ def whom_to_evict(
 
 
 def update_stop(one: Record, now: float, gap: float) -> Record:
-    """Return the record with the times at which its process was first and last seen stopped.
+    """Return the record `one` of a process, with the times when it was first and last seen stopped.
 
-    If the process may have run between two checks, because more than `gap` seconds lie between
-    them, it counts as stopped only since `now`.
+    If the last check was more than `gap` seconds ago, the process may have run since then, and
+    counts as stopped only since `now`.
     """
     if one.state != "T":
         return one._replace(seen=0.0, last=0.0)

@@ -148,7 +148,7 @@ class NodeBoard:
             view[_WHY] = why
 
     def fate(self, rank: int) -> tuple[int, float]:
-        """Return the arguments of `cause_in_words` (why, amount) for `rank`, or (0, 0.0)."""
+        """Return why `rank` was killed: arguments of `cause_in_words`, or (0, 0.0) if unknown."""
         view = self._view(rank)
         if view is not None and view[_WHY]:
             return int(view[_WHY]), view[_AMOUNT]

@@ -58,7 +58,7 @@ class NodeWatch:
     # -- what this rank shows --------------------------------------------------------------
 
     def begin_wait(self, now: float) -> int:
-        """Show the other ranks that the main thread waits; return the phase shown before."""
+        """Show the other ranks that this rank waits; return the number of what it did before."""
         self.next_look = now + LOOK
         return self.board.show(WAIT, now)
 

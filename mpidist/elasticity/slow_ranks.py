@@ -42,8 +42,7 @@ class SlowRanks:
     board : NodeBoard, optional
         The shared memory in which a rank writes why it ends.
     ranks : sequence of int, optional
-        For each rank of ``stragglers.comm``, the rank of the same process in the communicator of
-        which `board` was made.
+        For each rank of ``stragglers.comm``, the rank that its process had when `board` was made.
     """
 
     def __init__(

@@ -326,8 +326,8 @@ class Guard:
     def take_over(self, earlier: Guard | None, losses: Sequence[float]) -> None:
         """Continue the work of `earlier`, this rank's guard that ended because another rank died.
 
-        `losses` is the result of the method `Guard.losses` of an earlier guard. This result is the
-        same on all ranks, so it may come from any rank.
+        `losses` are the training losses that the method `losses` of an earlier guard returned. They
+        are the same on all ranks, so they may come from any rank.
         """
         if earlier is not None:
             self._asked = max(self._asked, earlier._asked)

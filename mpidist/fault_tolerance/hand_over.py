@@ -164,8 +164,8 @@ def _note(decided: bool) -> bool:
 def leaving(comm) -> Iterator[None]:
     """Context manager that lets newly started ranks continue the loop in its ``with`` block.
 
-    When a guard (see `md.guard`) has stopped the loop for new ranks, the context manager tells
-    `mpidist launch` that they can load the checkpoint from the store.
+    After the guard (see `md.guard`) has stopped the loop so that new ranks can continue it, the
+    context manager tells `mpidist launch` that they can load the checkpoint.
     """
     try:
         yield

@@ -29,13 +29,13 @@ class Seen:
             self.record, self.heard = record, now
 
     def forget(self, now: float) -> None:
-        """Make `silent` and `still` return 0 at the time `now`, because this rank was stopped."""
+        """Let the times of `silent` and `still` begin at `now`, as this rank was suspended."""
         self.heard = now
         if self.record is not None:
             self.record = {**self.record, "still": 0.0}
 
     def silent(self, now: float) -> float:
-        """Return the seconds since the record of the rank last changed."""
+        """Return how many seconds ago the rank last gave a sign of life."""
         return 0.0 if self.heard is None else now - self.heard
 
     def still(self, now: float) -> float:

@@ -130,7 +130,7 @@ class Judge:
         self.told: list[Straggler] = []
 
     def look(self, everyone: np.ndarray) -> list[Straggler]:
-        """Return the ranks that were slow in these ten steps and in the ten steps before."""
+        """Return the ranks that were slow in the last ten steps and in the ten steps before."""
         found = find_stragglers(everyone, self.phases)
         self._seen = {one.rank: self._seen.get(one.rank, 0) + 1 for one in found}
         new = [one for one in found if self._seen[one.rank] == AGAIN]

@@ -35,7 +35,7 @@ def attempt_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def attempt_before(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder of an earlier start of the program, which this start replaces, or None.
+    """Return the folder of the attempt (start of the program) that this attempt replaces, or None.
 
     When a job gets more ranks, for example by `mpidist grow`, the program is started again while
     its earlier start still trains. Then the new start takes over the training run.

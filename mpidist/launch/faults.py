@@ -122,7 +122,7 @@ def read_faults(environ: Mapping[str, str]) -> Injector:
 
 
 class Injector:
-    """The faults of one process."""
+    """Causes the faults that a test has set for this process."""
 
     def __init__(self, faults: list[Fault], rank: int, attempt: int = 0):
         faults = [fault for fault in faults if fault.rank in (None, rank)]

@@ -234,7 +234,7 @@ def fail() -> None:
 
 
 def note_exit(code: int) -> None:
-    """Write this rank's exit code to the heartbeat file: all living ranks have agreed to end."""
+    """Write this rank's exit code to its heartbeat file, once all living ranks agree to end."""
     if _pulse is not None:
         _pulse.numbers[_CODE] = code
         _pulse.leave()

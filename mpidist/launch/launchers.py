@@ -1,4 +1,4 @@
-"""Start an MPI program from a test without MPI: ``launch(4, [sys.executable, "prog.py"])``.
+"""Start an MPI program from a process without MPI: ``launch(4, [sys.executable, "prog.py"])``.
 
 It uses the launcher in the folder of the running interpreter, where the Python packages of Open MPI
 and MPICH install their launchers.

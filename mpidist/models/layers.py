@@ -263,7 +263,7 @@ class Features(_Fixed):
     """Turn images into one row of features per sample, in the order channel, height, width."""
 
     def forward(self, parameters, x):
-        """Return (y, shape of x); y is a view of x with the shape (pieces, samples, features)."""
+        """Return (y, shape of x); y is a view of x with the shape (batches, samples, features)."""
         return x.reshape(len(x), math.prod(x.shape[1:4]), x.shape[4]).swapaxes(1, 2), x.shape
 
     def backward_input(self, parameters, shape, dy):

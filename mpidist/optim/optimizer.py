@@ -38,9 +38,8 @@ PIECE = 1 << 16
 class Optimizer:
     """A named pair of functions, `init` and `update`, which do not communicate.
 
-    `update` may have an attribute ``bind``. ``bind(gradients, state, parameters)`` returns a
-    function of `weight`, which updates the given arrays with the same bits as `update` but in less
-    time, or None.
+    `update` may have an attribute ``bind``. ``bind(gradients, state, parameters)`` returns None, or
+    a function of `weight` that updates the given arrays faster than `update`, with the same bits.
 
     Attributes
     ----------

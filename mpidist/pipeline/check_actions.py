@@ -38,9 +38,9 @@ class ActionFacts(NamedTuple):
         For each rank, the largest number of (chunk, microbatch) pairs whose data the rank keeps at
         the same time. A chunk is a group of consecutive layers.
     versions : dict of (chunk, microbatch) -> int
-        The number of updates that the rank has made before this forward pass, if the rank updates
-        its weights after each backward pass. The backward pass of the pair must use the same
-        weights as its forward pass.
+        The number of updates before the forward pass of this chunk and microbatch, if the rank
+        makes one after each backward pass. The backward pass of the pair must use the same weights
+        as its forward pass.
     versions_kept : list of int
         For each rank, the largest number of versions of its weights that the rank needs at the same
         time.

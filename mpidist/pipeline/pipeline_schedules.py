@@ -81,7 +81,8 @@ def action_lists(
         The number of chunks (groups of consecutive layers) of each rank. Only "interleaved" allows
         more than 1.
     ahead : int
-        A receive begins this number of computations before the computation that needs the data.
+        A rank begins to receive data `ahead` computations earlier than the computation that needs
+        them.
 
     Raises
     ------

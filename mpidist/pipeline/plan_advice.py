@@ -47,7 +47,8 @@ class StepAdvice:
     replicas : tuple of int
         The number of workers of each stage of the pipeline.
     idle : float
-        The fraction of the pipeline's computing time in which its workers are idle.
+        The fraction of a pipeline step, without its sums of gradients, for which a worker is idle
+        on average.
     sums_seconds : float
         The time by which the sums of gradients make the pipeline's step longer.
     """
@@ -76,7 +77,7 @@ def advise_step(
     microbatches: int,
     settings: Mapping[str, Any],
 ) -> StepAdvice | None:
-    """Compare a step of a pipeline `plan` with a step of allreduce on `workers` workers.
+    """Estimate whether a step is faster with the pipeline `plan`, or with allreduce on all workers.
 
     If the plan (from `cut`) has one stage, the best plan with two stages is used instead. Returns
     None if the model has no such plan.

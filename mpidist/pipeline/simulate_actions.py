@@ -101,7 +101,7 @@ def simulate_placed(
     network: NetworkModel,
     holder: Callable[[int, int], int],
 ) -> SimulatedRun:
-    """Estimate the time of a pipeline as `simulate_actions` does, but do not check the lists.
+    """Estimate the time of a pipeline as `simulate_actions` does, but do not check the actions.
 
     The stages may have several replicas.
     """

@@ -4,8 +4,8 @@
                                                    layers 1-4 | 5-8 | 9-12
 
 The ranks are numbered stage by stage. The replicas of a stage are ranks with the same layers; each
-has a contiguous block of the microbatches. (With "pipedream" a replica has every r-th microbatch
-instead: `pipedream_order`.) If all stages have the same number r of replicas, the ranks form r
+has a contiguous block of the microbatches. (With the schedule "pipedream", the replicas take the
+microbatches in turn instead.) If all stages have the same number r of replicas, the ranks form r
 separate pipelines. Otherwise the stage with the most replicas sets the order: the first microbatch
 of each of its replicas, then the second of each, and so on:
 
@@ -142,9 +142,9 @@ class PipelineGrid:
     def passes(
         self, rank: int, empty_at: int, start: int, stop: int, drain: bool
     ) -> list[StageAction]:
-        """Return a rank's actions with "pipedream", for the time in which some microbatches enter.
+        """Return a part of a rank's actions with the schedule "pipedream".
 
-        The microbatches `start` to `stop` - 1 enter the pipeline in this time.
+        In this part, the microbatches `start` to `stop` - 1 enter the pipeline.
         """
         stage, replica = self.place(rank)
         return pipedream_order.passes(self.replicas, stage, replica, empty_at, start, stop, drain)

@@ -1,7 +1,7 @@
 """Simulate `hierarchical` allreduce: messages between nodes, a fixed time inside each node.
 
 Inside a node, the ranks of `hierarchical` work in shared memory. The time of this work is added to
-the fixed time of each allreduce call.
+`call`, the time of an allreduce call before its first message.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def lane_algorithm(nbytes: int) -> str:
 
 
 def with_node_phases(name: str, problem: Problem) -> Problem:
-    """Return `problem` with the time that the algorithm `name` needs inside the nodes.
+    """Return a copy of `problem`, an allreduce, with the time of the work inside the nodes.
 
-    For ``hierarchical``, the time of the work in shared memory is added to ``network.call``. For
-    other algorithms, `problem` is returned unchanged.
+    If `name` is "hierarchical", the time of the work in shared memory is added to the fixed time
+    ``network.call``. For other algorithms, `problem` is returned unchanged.
     """
     if name != HIERARCHICAL:
         return problem

@@ -30,9 +30,9 @@ LEAVE = 15.0
 
 
 class Waiting(Protocol):
-    """The methods of a new attempt (start of the program), which waits to take over a run.
+    """A new start of the program, which waits to continue the training run of the old one.
 
-    `pending` is a signal that came while the attempt waited, and that it must handle later.
+    `pending` is a signal that came while the new start waited, and that it must handle later.
     """
 
     folder: Path
@@ -134,7 +134,8 @@ class Growth(Generic[W]):
 def place_of_state(old: Sequence[Sign], new: Sequence[Sign]) -> str:
     """Return where the old ranks must put the state of the run for the new ranks.
 
-    The place is memory if all ranks, old and new, are on one host, and otherwise the store.
+    The place is memory if all ranks, old and new, are on one host, and otherwise the checkpoint
+    store.
     """
     hosts = {sign.host for sign in (*old, *new)}
     return heartbeat.IN_MEMORY if len(hosts) == 1 else heartbeat.IN_STORE

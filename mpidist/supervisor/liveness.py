@@ -68,9 +68,9 @@ class Vigil:
     An attempt is one start of the program on all ranks. `dead_ends` says whether the other ranks
     cannot go on after the death of a rank, so that the attempt must end. `queues` says whether the
     launcher may wait, as srun does, before it starts a process. `dead` are the ranks on this host
-    that have died without an orderly exit; ranks that die later than these are left out. `stuck`
-    are silent ranks on this host that must be killed, so that the other ranks can go on. `over` is
-    true some time after all living ranks have written to their heartbeats that they end.
+    that were the first to die without an orderly exit. `stuck` are silent ranks on this host that
+    must be killed, so that the other ranks can go on. `over` is true when each rank has died or
+    written its exit code, and a few seconds have passed.
     """
 
     def __init__(

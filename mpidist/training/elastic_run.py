@@ -63,7 +63,7 @@ class Carried:
     # -- a run continues from the kept state ---------------------------------------------
 
     def fresh(self, resume: bool | str) -> bool | str:
-        """Return the argument `fresh` of the checkpoint store for this `resume` of `md.train`."""
+        """Return the argument `fresh` of the checkpoint store: False unless `resume` is "fresh"."""
         # After a death the run opens its store again, and finds its own checkpoints by its name.
         return resume == "fresh" and (self.name or True)
 
@@ -188,7 +188,7 @@ class Carried:
         return -1 if self._facts is None else self._facts["step"]
 
     def state(self) -> dict:
-        """Return the kept state as nested dicts of arrays, and one text."""
+        """Return the kept state as nested dicts of arrays; the value of "facts" is a JSON text."""
         model, optimizer = self.given["model"], self.given["optimizer"]
         if self._optimizer_state is None:
             self._optimizer = optimizer

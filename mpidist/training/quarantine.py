@@ -83,8 +83,8 @@ class Quarantine:
     def end_of_step(self) -> None:
         """Record that this step is done.
 
-        After a death, the interrupted step is repeated, and its bad records are found again. Those
-        found before this call are not found again.
+        If a rank dies and the next step is repeated, only the bad records of that step are found
+        again.
         """
         self.whole = len(self.found)
 

@@ -149,7 +149,7 @@ class Progress:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self, saving: bool = True) -> dict:
-        """Return what a checkpoint saves, without copies of arrays: a restore writes into them."""
+        """Return what a checkpoint saves: the run's own arrays, into which a restore writes."""
         state = {**self.exchange.state(saving)}
         if self.exchange.dedicated:
             return state

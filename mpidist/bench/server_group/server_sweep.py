@@ -77,8 +77,8 @@ def measure(comm, nbytes: int, case: Case, *, rounds: int, compute: float) -> di
     """Measure one case (numbers of workers and servers). Collective over `comm`.
 
     Returns the row of the case on rank 0, and None on other ranks. The model has `nbytes` bytes,
-    and each operation is timed `rounds` times. `compute` is the time in seconds that one worker
-    alone would need for the computation of a whole step of all workers.
+    and each operation is timed `rounds` times. `compute` is the computing time of a whole step in
+    seconds, which is divided among the workers.
     """
     part = comm.Split(0 if comm.rank < case.ranks else MPI.UNDEFINED)
     if part == MPI.COMM_NULL:

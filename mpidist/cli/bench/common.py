@@ -36,7 +36,7 @@ def check_folder(folder: str) -> None:
 
 
 def library() -> str:
-    """Return the name and version of the MPI library, after MPI_Init."""
+    """Return the name and version of the MPI library."""
     from mpi4py import MPI
 
     return claims.mpi_name(MPI.Get_library_version())

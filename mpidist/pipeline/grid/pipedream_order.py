@@ -27,8 +27,8 @@ from ..pipeline_schedules import AHEAD, B, F, StageAction, U, with_messages
 def rounds_behind(replicas: Sequence[int], stage: int) -> int:
     """Return the depth of a stage.
 
-    Before a rank of the stage does B of a microbatch, it does F of this number of later
-    microbatches.
+    The depth is the number of later microbatches whose forward passes a rank of the stage does
+    before the backward pass of a microbatch.
     """
     return -(-sum(replicas[stage:]) // replicas[stage]) - 1
 
@@ -43,9 +43,9 @@ def passes(
     replicas: Sequence[int], stage: int, replica: int, empty_at: int, start: int, stop: int,
     drain: bool,
 ) -> list[StageAction]:  # fmt: skip
-    """Return a rank's computations and messages for the time in which some microbatches enter.
+    """Return a part of a rank's computations and messages.
 
-    The microbatches `start` to `stop` - 1 enter the pipeline in this time.
+    In this part, the microbatches `start` to `stop` - 1 enter the pipeline.
 
     Parameters
     ----------

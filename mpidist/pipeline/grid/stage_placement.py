@@ -32,7 +32,7 @@ _MOST_SWAPPED = 256
 def slot_links(
     grid, cut_bytes: Sequence[float], sum_bytes: Sequence[float]
 ) -> dict[tuple[int, int], float]:
-    """Return {(a, b): bytes}: what each pair a < b of stage replicas exchanges in a step.
+    """Return how many bytes the stage replicas a < b exchange in a step, as {(a, b): bytes}.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ def slot_links(
 
 
 def bytes_between_hosts(hosts: Sequence, links: Links) -> float:
-    """Return the bytes sent between hosts in a step; `hosts[a]` is the host of slot a."""
+    """Return the bytes sent between hosts in a step; `hosts[a]` is the host of stage replica a."""
     return sum(size for (a, b), size in links.items() if hosts[a] != hosts[b])
 
 

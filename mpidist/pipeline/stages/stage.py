@@ -286,7 +286,7 @@ class Stage:
             self._times[chunk, kind] = seconds + end - begin, count + 1
 
     def note_stash(self) -> None:
-        """Update `kept` and `stash_bytes`, the largest amounts so far, with the present amounts."""
+        """Update `kept` and `stash_bytes`, the maxima of the data kept for backward passes."""
         chunks = self.chunks.values()
         self.kept = max(self.kept, sum(one.kept for one in chunks))
         self.stash_bytes = max(self.stash_bytes, sum(one.stash_bytes for one in chunks))

@@ -209,7 +209,7 @@ class Chunk:
             self.vectors[0][-2] = loss
 
     def add_ready(self, microbatch: int, weight: float, ready: set[str]) -> None:
-        """Add those parts of a microbatch's gradients that are final to the sums of gradients.
+        """Add the final parts of a microbatch's gradients to the sums over all microbatches.
 
         A part is final if all its gradients are named in `ready`: the backward pass does not change
         them any more.

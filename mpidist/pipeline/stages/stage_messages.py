@@ -186,7 +186,7 @@ class StageMessages:
         self._sending.append((after, None, arrived))
 
     def drop(self, arrived: Arrival) -> None:
-        """Free the buffer of a received array, and forget the layout of such arrays."""
+        """Free the buffer of a received array, and forget that its layout was received."""
         del self._known[arrived.source, arrived.channel, arrived.samples]
 
     def drop_sent(self, dest: int, channel: int, samples: int) -> None:

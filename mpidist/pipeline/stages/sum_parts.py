@@ -97,8 +97,8 @@ class SumPart:
         """Return where layers must write the next microbatch's gradients: a vector, and arrays.
 
         The arrays are in a dict, by the names of the gradients. They are views of the vector, or of
-        memory that each layer overwrites (see `share_memory`). After the backward pass of each
-        layer, call `take`.
+        memory that all layers share (see `share_memory`). After the backward pass of each layer,
+        call `take`.
         """
         self._row = self.sums.next_row() if self._fits else None
         if self._row is None and self._one_layer and weight is not None:
@@ -114,9 +114,9 @@ class SumPart:
         return memory, self._views[key]
 
     def take(self, names: Sequence[str]) -> None:
-        """Add the gradients `names` of a layer, if the next layer will overwrite them.
+        """Add the gradients `names` of a layer to the sums, if layers share memory.
 
-        Layers overwrite each other's gradients in the memory that `share_memory` has made.
+        The next layer overwrites them in the memory that `share_memory` has made.
         """
         if self._add_part is not None:
             for name in names:

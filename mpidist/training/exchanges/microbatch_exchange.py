@@ -3,7 +3,8 @@
 The global batch is cut into V pieces (microbatches), and the model computes the gradients of each
 piece on its own. These gradients are multiplied by the fraction of the batch's samples that are in
 the piece. The results of all V pieces are added in the fixed order of a tree
-(``collectives/schedules/fixed_tree.py``), so the sum has the same bits on any number of ranks.
+(``collectives/schedules/fixed_tree.py``), so the sum has the same bits on any number of ranks, of
+which some may get no piece.
 
     global batch of 10, V = 4    0 1 2 | 3 4 5 | 6 7 | 8 9
     2 ranks                      rank 0         rank 1
@@ -185,7 +186,7 @@ class PieceReplicas(Replicas):
         return loss, flag
 
     def rescale(self, factor: float) -> None:
-        """Multiply gradients and new model state by `factor`, to correct for samples left out."""
+        """Multiply mean gradients and mean model state by `factor`, as samples were left out."""
         super().rescale(factor)
         self._leave_state(factor)
 

@@ -119,7 +119,7 @@ class Peers(WholeModel):
         return loss, samples
 
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
-        """Record this step; return (this rank's loss, whether all ranks stop after this step).
+        """Return (this rank's loss, whether all ranks stop after this step).
 
         If the loss is not finite, this rank does not update its model, and requests a stop.
         """

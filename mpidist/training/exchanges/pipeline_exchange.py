@@ -41,7 +41,7 @@ _CHUNK = 128
 
 
 class Untimed:
-    """Does nothing in place of `Stragglers`, which reports slow ranks."""
+    """Takes the place of `Stragglers`, and reports no slow ranks."""
 
     def note(self, *seconds: float) -> None:
         """Do nothing with the times of a step."""
@@ -58,7 +58,7 @@ class Stages:
     choice : CutChoice
         Where the model is cut, and why there.
     order : list of int, optional
-        The rank of each replica (copy) of each stage, counted stage by stage. By default, these
+        The ranks of the replicas (copies) of stage 0, then of stage 1, and so on. By default, these
         ranks are 0, 1, 2 and so on.
     """
 
@@ -242,7 +242,7 @@ class Stages:
         return run_on_all(self.comm, "md.train: stages", lambda: known, together)
 
     def restored(self, state: Mapping) -> None:
-        """Continue to count the optimizer's updates, if the checkpoint has the same stages."""
+        """Take over the checkpoint's counts of updates, if this run has the same `replicas`."""
         facts, grid = state.get(ENTRY, {}), self.stage.grid
         if self._at_once and facts.get("replicas") == list(grid.replicas):
             for name, value in facts["counts"].get(str(self.stage.stage), {}).items():

@@ -68,11 +68,10 @@ class Kept(NamedTuple):
     pending : Pending or None
         An interrupted step, which this worker completes first.
     shares : sequence of (step, workers, worker)
-        How batches are divided in the steps for which a division among earlier workers still
-        counts. The entries are sorted by `step`. Each entry is for the steps before its `step`,
-        beginning with the `step` of the previous entry. Their batches have `workers` parts, and
-        this rank gets part number `worker`. If `workers` is 0, this rank gets no samples of these
-        steps.
+        How batches are divided in the steps before the workers last changed. The entries are sorted
+        by `step`. Each entry is for the steps from the previous entry's `step` up to ``step - 1``.
+        Their batches have `workers` parts, and this rank gets part number `worker`. If `workers` is
+        0, this rank gets no samples of these steps.
     ahead : int
         The number of steps that the run had done when the workers' clocks were 0. The clock of a
         worker counts its finished steps.
@@ -268,7 +267,7 @@ class Served(WholeModel):
         """Return None: it is not measured how much of the messages overlaps with computing."""
 
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
-        """Record this step; return (this worker's loss, whether all workers stop after this step).
+        """Return (this worker's loss, whether all workers stop after this step).
 
         If the loss is not finite, this worker sends gradients of zero and requests a stop.
         """

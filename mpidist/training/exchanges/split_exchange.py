@@ -9,8 +9,8 @@
 
 Both pipelines train with the same microbatches. Of a split layer, each rank of a stage computes its
 part; the ranks then sum or gather their results. The other layers are computed on each rank of the
-stage. A checkpoint has whole arrays, so a run can restart from it with any other split, cuts and
-replicas, and with `AllReduce`.
+stage. A checkpoint has whole arrays, so a run can restart from it with another `split`, other
+`cuts` and `replicas`, or with `AllReduce`.
 """
 
 from __future__ import annotations

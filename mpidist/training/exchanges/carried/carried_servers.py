@@ -4,9 +4,10 @@ A server keeps its part of the model (its shard), and a worker keeps its step an
 the data. A worker also keeps the gradients of a step if some servers have not confirmed them. All
 living ranks exchange these facts, and open a new group of servers and workers.
 
-If all workers do each step together (BSP), all servers first apply the same steps, and the living
-workers repeat the later steps. Otherwise (ASP, SSP with a staleness) each worker continues at its
-own step, and sends interrupted gradients again to the servers that do not have them.
+If all workers do each step together (BSP), the servers first catch up with the most advanced of
+them, and the living workers repeat the steps that no server has applied. Otherwise each worker
+continues at its own step, and sends interrupted gradients again to the servers that do not have
+them.
 
 If a server dies, its part of the model is lost, and all ranks go back to the newest checkpoint,
 unless servers keep copies of each other's parts (`replicated_servers`).

@@ -33,7 +33,7 @@ class ReplicatedServers(CarriedServers):
         self._held_by = Shares()  # the servers of this generation; empty if nobody serves yet
 
     def restore(self, run, resume, retry_bad: bool, handed: str) -> None:
-        """Restore `run` from a checkpoint; copy each server's part to another one. Collective."""
+        """Restore a checkpoint; copy each server's parameters to a second server. Collective."""
         super().restore(run, resume, retry_bad, handed)
         run.exchange.fill_copies()
 

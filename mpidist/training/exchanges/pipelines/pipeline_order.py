@@ -23,9 +23,9 @@ from ....runtime.topology import topology_of
 def order_of_ranks(
     comm, model, grid: PipelineGrid, choice: CutChoice, samples: int
 ) -> list[int] | None:
-    """Return a rank for each replica of each stage, counted stage by stage, or None.
+    """Return the ranks of the replicas of stage 0, then of stage 1, and so on.
 
-    Collective over `comm`. None means that the ranks are 0, 1, 2 and so on.
+    Collective over `comm`. The result None means that the ranks are 0, 1, 2 and so on.
     """
     topology = topology_of(comm, faked_nodes(comm))
     if topology.nodes == 1:
@@ -52,7 +52,7 @@ def order_of_ranks(
 
 
 def links_of(grid: PipelineGrid, rows: list) -> dict:
-    """Return {(a, b): bytes}: what each pair a < b of stage replicas exchanges in a step."""
+    """Return how many bytes the stage replicas a < b exchange in a step, as {(a, b): bytes}."""
     # The gradient of an output has the same size as the output.
     cuts = [2 * rows[end - 1][2] for end in grid.cuts]
     sums = [0.0] * grid.stages
