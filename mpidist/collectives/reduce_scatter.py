@@ -36,8 +36,8 @@ def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"
         associative and commutative.
     counts : sequence of int, optional
         The number of rows of each rank's block, which may be 0; the same list on every rank, with
-        the sum ``len(x)``. By default the lengths of blocks differ by at most one row, and the longer
-        blocks come first.
+        the sum ``len(x)``. By default the lengths of blocks differ by at most one row, and the
+        longer blocks come first.
     out : array, optional
         The array that receives this rank's block.
     algorithm : str
