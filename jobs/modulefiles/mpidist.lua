@@ -14,6 +14,7 @@ mpidist trains plain NumPy and CuPy models on an MPI job.
     mpidist --help                          all commands; works on a login node
 
 OMP_NUM_THREADS is set to 1 unless you have set it: ranks share the cores of a node.
+SLURM_PMIX_FENCE is set to ring unless you have set it: srun then starts Open MPI safely.
 ]])
 
 -- Two of them on PATH would mix one's command with the other's Python.

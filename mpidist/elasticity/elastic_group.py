@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import compress
+from operator import index
 from typing import Any, TypeVar
 
 from mpi4py import MPI
@@ -30,7 +31,7 @@ from ..errors import ConfigError, ProtocolError, RankFailure, shown
 from ..launch import heartbeat
 from ..runtime import polling, ulfm
 from ..runtime.agreement.run_on_all import run_on_all
-from ..runtime.agreement.tell_others import contexts
+from ..runtime.agreement.tell_others import contexts, tell
 from ..runtime.failure import this_rank
 from ..runtime.polling import wait_until
 from ..runtime.topology import topology_of
@@ -181,9 +182,13 @@ class Group:
         With ``together=False``, which works only in `run_elastic`, a rank does not wait for the
         others at the end of its loop.
         """
-        if not together and not self._restarts:
-            raise ConfigError("steps: together=False needs md.run_elastic")
-        self.step = max(self.step, first)
+        try:
+            if not together and not self._restarts:
+                raise ConfigError("steps: together=False needs md.run_elastic")
+            self.step, last = max(self.step, index(first)), index(last)
+        except Exception as error:
+            tell(self.comm, error)
+            raise
         self.watch.begin_steps()
         try:
             while True:

@@ -32,14 +32,17 @@ from .node_board import OUTSIDE
 T = TypeVar("T")
 
 
-def _open(comm, state, min_ranks, deadline, restarts: bool, spares=0) -> Group:
+def _open(comm, state, min_ranks, deadline, restarts: bool, spares=0, function=None) -> Group:
     """Check the arguments on all ranks and make the group. Collective over `comm`."""
     limit: list[Deadline] = []
 
     def facts() -> dict:
         limit.append(parse_deadline(deadline))
+        possible = check_possible(comm, min_ranks, spares)
+        if restarts and not callable(function):
+            raise ConfigError(f"md.run_elastic: function={shown(function)}; expected a function")
         return {
-            **check_possible(comm, min_ranks, spares),
+            **possible,
             "deadline": shown(deadline),
             **peer_state.description(state),
         }
@@ -180,5 +183,5 @@ def run_elastic(
     object
         The result of the last call of the function; None on a rank that waited in vain.
     """
-    group = _open(comm, state, min_ranks, deadline, restarts=True, spares=spares)
+    group = _open(comm, state, min_ranks, deadline, True, spares, function)
     return group.repeat(lambda: function(group))

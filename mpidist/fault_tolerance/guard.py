@@ -230,7 +230,7 @@ class Guard:
         MismatchError
             On all ranks, if the ranks are at different steps.
         """
-        if not isinstance(step, Integral):
+        if not isinstance(step, Integral) or abs(step := int(step)) >> 62:
             given = shown(step)
             self._refuse(ConfigError(f"guard: should_stop: step={given}; expected a whole number"))
         heartbeat.note_steps(step)
@@ -297,7 +297,11 @@ class Guard:
         MpidistError
             On all ranks, after the checkpoint was saved.
         """
-        if not math.isfinite(loss):
+        try:
+            finite = math.isfinite(loss)
+        except TypeError:
+            self._refuse(ConfigError(f"guard: check_loss: loss={shown(loss)}; expected a number"))
+        if not finite:
             cure = "clip the gradients, or look for a bad record in this step's batch"
             self._end_run(step, loss, f"the loss is {loss}", cure)
         if self._patience is None:
@@ -370,7 +374,7 @@ class Guard:
             return self._reduce(self._deciders, values)
         return self._of_all(*values)
 
-    def _refuse(self, error: MpidistError) -> NoReturn:
+    def _refuse(self, error: Exception) -> NoReturn:
         """Raise `error`, which ends the call on the other ranks, too, unless some are servers."""
         if self._deciders is None:
             tell(self._given, error)
@@ -395,7 +399,10 @@ class Guard:
         return result.tolist()
 
     def _current_state(self):
-        return self.state() if callable(self.state) else self.state
+        try:
+            return self.state() if callable(self.state) else self.state
+        except Exception as error:
+            self._refuse(error)
 
     def _save(self, step: int, state: Mapping | None = None) -> bool:
         state = self._current_state() if state is None else state

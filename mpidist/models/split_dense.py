@@ -132,7 +132,8 @@ class SplitDense:
 
         Collective over `comm`, unless the layer is the first layer.
         """
-        self.backward_weights(parameters, x, dy, gradients, ready)
+        with call_guard(self.comm, "SplitDense.backward"):
+            self.backward_weights(parameters, x, dy, gradients, ready)
         return None if first else self.backward_input(parameters, x, dy)
 
     def backward_input(self, parameters, x, dy):

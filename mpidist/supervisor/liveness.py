@@ -130,8 +130,10 @@ class Vigil:
         this host that had ended before the heartbeats were read. `begun` is {rank: process ID}, for
         the ranks on this host that have begun.
         """
-        if not self._signs:  # a launcher such as srun may wait long before it starts a rank
+        if not self._signs:
             self._first = now
+            if self._queues and not launcher.begun:
+                self.began = now  # the launcher still waits in its queue
         self.note(told)
         signs = self.signs
         if now - self._last > max(5.0, self.limits.heartbeat / 2):
@@ -163,8 +165,7 @@ class Vigil:
             return f"{_named(self.dead)} is dead"
         if why := self._held_up(launcher, bool(signs), len(signs) == self.ranks and not there, now):
             return why
-        endless = not signs and (self._queues or not self.limits.start)
-        late = float("inf") if endless else self.limits.start or START
+        late = self.limits.start or (START if signs else float("inf"))
         if len(signs) < self.ranks and now - (self._first if signs else self.began) > late:
             return f"only {len(signs)} of {self.ranks} ranks began within {late:g} s"
         return self._stalled(signs, there, now)

@@ -64,7 +64,9 @@ def test_a_guard_that_one_rank_calls_wrongly(comm):
     """Also if this rank catches its error, and does not come back."""
     for call, told in (
         (lambda run, wrong: run.should_stop("3" if wrong else 3), "expected a whole number"),
+        (lambda run, wrong: run.should_stop(2**63 if wrong else 3), "expected a whole number"),
         (lambda run, wrong: run.leave(3) if wrong else run.should_stop(3), "without a stop"),
+        (lambda run, wrong: run.check_loss(None, 3) if wrong else run.should_stop(3), "a number"),
     ):
         own = comm.Dup()
         with md.guard(own, {"w": np.ones(3)}, signals=()) as run:
@@ -72,6 +74,24 @@ def test_a_guard_that_one_rank_calls_wrongly(comm):
             with pytest.raises(kind, match=told):
                 call(run, comm.rank == 1)
         comm.Barrier()
+    with md.guard(comm, signals=()) as run:
+        assert not run.should_stop(np.uint8(3)), "its negative number would be 253"
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_state_that_one_rank_cannot_give(comm, folder):
+    def state():
+        if comm.rank == 1:
+            raise OSError("not there")
+        return {"w": np.ones(3)}
+
+    kind = OSError if comm.rank == 1 else MismatchError
+    with (
+        md.CheckpointStore(comm, folder) as store,
+        md.guard(comm, state, store, signals=()) as run,
+        pytest.raises(kind, match="not there"),
+    ):
+        run.check_loss(float("nan"), 3)
 
 
 @pytest.mark.ranks(3, further=(2,))

@@ -46,6 +46,14 @@ def test_a_deadline_of_one_rank(comm, with_ulfm, way, deadline):
     assert comm.allreduce(1) == comm.size
 
 
+@pytest.mark.ranks(2, 3)
+def test_a_function_of_one_rank(comm, with_ulfm):
+    function = None if comm.rank == 1 else print
+    with pytest.raises(md.ConfigError, match="function=None; expected a function"):
+        md.run_elastic(comm, function, {"w": np.zeros(3)})
+    assert comm.allreduce(1) == comm.size
+
+
 @pytest.mark.ranks(2)
 def test_another_deadline_on_one_rank(comm, with_ulfm):
     with pytest.raises(md.MismatchError, match="deadline differs"):

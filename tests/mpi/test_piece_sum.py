@@ -160,10 +160,13 @@ def test_wrong_calls_are_refused(comm, ways):
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_wrong_call_on_one_rank_is_an_error_on_all(comm, ways):
+@pytest.mark.parametrize("nodes", [False, True])
+def test_a_wrong_call_on_one_rank_is_an_error_on_all(comm, nodes):
     """Also if this rank catches its error, and does not come back."""
     for votes in ([], [1, 2]):
         own = comm.Dup()
+        if nodes:
+            memory_of(context.of(own), 1)
         sums = PieceSum(own, 3, np.float32, 4, votes=1)
         for _ in sums.mine:
             sums.add(np.ones(2))
@@ -171,6 +174,25 @@ def test_a_wrong_call_on_one_rank_is_an_error_on_all(comm, ways):
         with pytest.raises(ProtocolError if first else MismatchError, match="of 1 votes given"):
             sums.finish(np.empty(3, np.float32), votes if first else [1])
         comm.Barrier()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("when", ["new", "begin", "finish"])
+def test_a_wrong_step_of_one_rank_is_an_error_on_all(comm, when):
+    own, first = comm.Dup(), comm.rank == 0
+    memory_of(context.of(own), 1)  # by messages, as between nodes
+
+    def add_all():
+        sums = PieceSum(own, 3, np.float32, "6" if first and when == "new" else 6)
+        sums.prepare()
+        for _ in sums.mine[1 if first and when == "begin" else 0 :]:
+            sums.add(np.ones(3))
+        sums.begin()
+        sums.finish(np.empty(3, np.float32), [1] if first else ())
+
+    with pytest.raises((ConfigError, ProtocolError) if first else MismatchError, match="pieces"):
+        add_all()
+    comm.Barrier()
 
 
 @pytest.mark.ranks(2, 3, 5)

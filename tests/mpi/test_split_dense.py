@@ -181,3 +181,26 @@ def test_a_rank_that_raises_ends_the_others(comm, how):
         layer.forward(weights, np.ones((1, 5, 4), np.float32))
     md.free(own)
     own.Free()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("how", SPLITS)
+@pytest.mark.parametrize("what", ["forward", "backward", "backward_input"])
+def test_a_missing_parameter_of_one_rank_ends_the_others(comm, how, what):
+    own = comm.Dup()
+    layer = models.SplitDense(own, "a", 4, 4, split=how)
+    weights = {name: np.ones(shape, np.float32) for name, shape in layer.shapes().items()}
+    gradients = {name: np.empty_like(array)[None] for name, array in weights.items()}
+    last = comm.rank == comm.size - 1
+    if last:
+        (gradients if what == "backward" else weights).pop("a.weight")
+    x = np.ones((1, 5, 4), np.float32)
+    dy = np.ones((1, 5, 4), np.float32)
+    calls = {
+        "forward": lambda: layer.forward(weights, x),
+        "backward": lambda: layer.backward(weights, x, dy, gradients),
+        "backward_input": lambda: layer.backward_input(weights, x, dy),
+    }
+    with pytest.raises(KeyError if last else MismatchError, match=r"a\.weight"):
+        calls[what]()
+    comm.Barrier()

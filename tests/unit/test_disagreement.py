@@ -64,6 +64,7 @@ TESTS = {
     "run_elastic": "test_elastic_arguments.py::test_an_argument_of_one_rank",
     "guard": f"{SETTINGS}::test_guard",
     "Guard.should_stop": f"{METHODS}::test_should_stop_and_leave_at_another_step",
+    "Guard.check_loss": f"{METHODS}::test_a_guard_that_one_rank_calls_wrongly",
     "Guard.leave": f"{METHODS}::test_should_stop_and_leave_at_another_step",
     "watch": f"{SETTINGS}::test_watch",
     "check_replicas": f"{SETTINGS}::test_check_replicas",
@@ -92,7 +93,6 @@ WITHOUT_ARGUMENTS = {
       for name in ("latest_step", "continue_newest", "wait", "let_go", "close")),
     "TieredStore.stop_holding",
     "Guard.fits",  # a communicator and how to wait: for the trainers, which give neither by hand
-    "Guard.check_loss",  # takes the reduced loss, which has the same bits on all ranks
     # `md.train` calls them, with what it has compared
     "AllReduce.open", "ParameterServer.open", "Pipeline.open", "PeerAverage.open",
     "Hogwild.open",

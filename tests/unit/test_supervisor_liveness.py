@@ -120,9 +120,11 @@ def test_ranks_that_do_not_begin():
     assert vigil(limits).look([], START + 1) == "", "it may be a program that tells nothing"
     soon = limits._replace(start=5.0)
     assert vigil(soon).look([], 6.0) == "only 0 of 2 ranks began within 5 s"
-    one = Vigil(2, soon, 0.0, queues=True, host="here")
-    assert one.look([], 100.0) == one.look([sign(0)], 101.0) == one.look([sign(0)], 106.0) == ""
-    assert one.look([sign(0)], 106.1) == "only 1 of 2 ranks began within 5 s"
+    for begun in ([], [sign(0)]):  # srun has waited in its queue for 100 s
+        one = vigil(soon, queues=True)
+        assert one.look([], 100.0, (), Launcher(begun=False)) == ""
+        assert one.look(begun, 100.5) == one.look(begun, 104.9) == ""
+        assert one.look(begun, 106.0) == f"only {len(begun)} of 2 ranks began within 5 s"
 
 
 def test_time_in_which_the_launcher_was_stopped_does_not_count_for_the_start():

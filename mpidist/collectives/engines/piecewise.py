@@ -23,6 +23,7 @@ from ...arrays import array_module, copy_into, host_empty, mpi_direct, synchroni
 from ...errors import ConfigError, ProtocolError
 from ...events import emit
 from ...partition import pieces as blocks
+from ...registry import checked_whole
 from ...runtime.agreement.mismatch import Signature
 from ...runtime.context import of, running
 from ...runtime.node_memory.arena import Segment
@@ -65,6 +66,13 @@ class PieceSum:
 
     def __init__(self, comm, n: int, dtype, pieces: int, *, votes: int = 0, like=None):
         self.context = of(comm)
+        with self.context.call("piece_sum"):
+            self._open(n, dtype, pieces, votes, like)
+
+    def _open(self, n: int, dtype, pieces: int, votes: int, like) -> None:
+        """Check the arguments and allocate the memory. Collective."""
+        comm = self.context
+        pieces = checked_whole("PieceSum: pieces", pieces, 1)
         self.n, self.pieces, self.votes = n, pieces, votes
         start, stop = fixed_tree.cuts(pieces, comm.size)[comm.rank : comm.rank + 2]
         self.mine = range(start, stop)
@@ -80,8 +88,7 @@ class PieceSum:
         facts = f"{pieces} pieces, {votes} votes"
         self._signature = Signature("piece_sum", self.dtype.name, f"({n})", "sum", "ordered", facts)
         xp = np if like is None else array_module(like)
-        with self.context.call("piece_sum"):
-            slots = self._slots() if xp is np else None
+        slots = self._slots() if xp is np else None
         self._plan: CachedPlan | None = None  # where the rows lie in the node's memory
         if slots is None:
             self.rows = xp.zeros((fixed_tree.vectors_held(start, stop, pieces), n), self.dtype)
@@ -273,8 +280,13 @@ class PieceSum:
         If `prepare` was not called, `begin` does nothing, and `finish` does all the work.
         """
         if self._ahead is not None:
-            self._weigh()
             with self.context.call("piece_sum"):
+                if self._next != self.mine.stop:
+                    given = self._next - self.mine.start
+                    raise ProtocolError(
+                        f"begin: {given} of this rank's {len(self.mine)} pieces were added"
+                    )
+                self._weigh()
                 vector = self.rows[: self.held].reshape(-1)
                 self._run = ProgramRun(self.context, self._ahead, vector)
 
@@ -292,10 +304,13 @@ class PieceSum:
         context = self.context
         with context.call("piece_sum"):
             if self._next != self.mine.stop or len(votes) != self.votes:
-                raise ProtocolError(
+                error = ProtocolError(
                     f"finish: {self._next - self.mine.start} of this rank's {len(self.mine)} "
                     f"pieces were added, and {len(votes)} of {self.votes} votes given"
                 )
+                if self._run is not None:  # the others wait in the sum that `begin` has begun
+                    context.break_off(error, self._run.sequence)
+                raise error
             self._weigh()
             counted = self.rows[: self.held, self.n - self.votes :]
             counted[...] = 0
