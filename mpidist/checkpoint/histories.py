@@ -355,10 +355,10 @@ class Line:
         return [] if history is None and self.is_fresh() else all_steps(self._path, history)
 
     def is_next(self, history: int, step: int) -> bool:
-        """Whether the nodes' checkpoint is at least as new as the newest one in the shared folder.
+        """Whether a step that `TieredStore` has saved on the nodes is as new as this store's steps.
 
-        `step` is the number of the step that is saved on the nodes (see `TieredStore`), and
-        `history` is the number of its series of saved steps.
+        `step` is the number of that step. `history` tells to which series of saved steps it
+        belongs: a series begins after the restore of an older step, and the series are numbered.
         """
         latest = self.latest()
         return not self.is_fresh() if latest is None else (history, step) >= latest[:2]

@@ -242,7 +242,8 @@ def forgotten_segments(age: float) -> set[Path]:
 def remove_session(pid: int, env: Mapping[str, str]) -> None:
     """Remove the session folder (temporary files) of an Open MPI launcher that has ended.
 
-    Also call this function before a new launcher with the same pid begins.
+    Also call this function before a process becomes a launcher: an earlier launcher that had the
+    same pid may have left its folder.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The part of a model that one server holds: values, optimizer state, updates, export.
+"""The part of a model that one server holds: its parameters and the optimizer's state for them.
 
 A random initial value depends only on the seed, the tensor's name and the position. So a model has
 the same initial values on 1 server and on 7 servers, and no rank ever needs memory for the whole

@@ -35,10 +35,10 @@ class BackupWorkers(Consistency):
     """Bulk-synchronous, but a step does not wait for the `count` slowest workers.
 
     With n workers, the first ``n - count`` pushes of a step make one update by the weighted mean of
-    their gradients. If fewer workers are left, a step waits for all of them. Later pushes of the
-    step are counted but not applied. The late workers continue with the present step, so their
-    ``client.finished`` (the number of finished or skipped steps) grows by more than 1. Which
-    workers are late depends on their speed, so two runs do not end with the same bits.
+    their gradients. If fewer workers than these still train, a step waits for all of them. Later
+    pushes of the step are counted but not applied. The late workers continue with the present step,
+    so their ``client.finished`` (the number of finished or skipped steps) grows by more than 1.
+    Which workers are late depends on their speed, so two runs do not end with the same bits.
     ``BackupWorkers(0)`` equals BSP.
 
     Chen et al., "Revisiting distributed synchronous SGD", 2016, arXiv 1604.00981.

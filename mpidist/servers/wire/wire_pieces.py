@@ -57,7 +57,10 @@ class WirePiece(NamedTuple):
 
 
 def piece_limit(hosts: Collection[str], nbytes: int) -> int:
-    """Return the largest size of a piece of a message, if a server holds `nbytes` bytes."""
+    """Return how many bytes of a server's part of the model may be sent in one message.
+
+    `hosts` are the hosts of the ranks, and `nbytes` is the size of the server's part.
+    """
     if len(hosts) > 1:
         return PIECE_BYTES
     return min(NODE_PIECE_BYTES, max(2 * PIECE_BYTES, nbytes // 8))
