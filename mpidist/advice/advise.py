@@ -40,7 +40,7 @@ class Site:
 
     def __init__(self, launcher: Sequence[str], options: Sequence[str], sizes: Sequence[int]):
         self.launcher, self.options, self.sizes = [*launcher], [*options], [*sizes]
-        self.environment = {**claims.WHOLE_BARRIERS, **launch_environment()}
+        self.environment = launch_environment()
 
     def output(self, words: Sequence[str], variables: Mapping[str, str]) -> str:
         """Run a program on all ranks and return its output; raise MpidistError if it fails."""

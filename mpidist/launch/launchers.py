@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..errors import ConfigError, shown
-from .claims import WITHOUT_OFI
+from .claims import WHOLE_BARRIERS, WITHOUT_OFI
 from .processes import Finished, Started
 
 #: Variables that a launcher sets for its ranks, and that a nested launcher must not inherit.
@@ -116,7 +116,7 @@ def launch_environment(
     clean.pop("PYTHONDONTWRITEBYTECODE", None)
     if os.geteuid() == 0 and launcher_kind(Path(mpi) if mpi else find_launcher())[0] == "openmpi":
         clean["OMPI_ALLOW_RUN_AS_ROOT"] = clean["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
-    return {**clean, **(env or {})}
+    return {**WHOLE_BARRIERS, **clean, **(env or {})}
 
 
 def start(

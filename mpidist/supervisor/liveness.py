@@ -92,7 +92,7 @@ class Vigil:
         self._queues = queues
         self._unstarted = limits.launcher or (float("inf") if queues else LAUNCHER)
         self._host = socket.gethostname() if host is None else host
-        self._last = self._first = began
+        self._last = began
         self._signs: dict[int, Sign] = {}
         self._accused: list[Sign] = []
         self._beats: dict[int, tuple[int, float]] = {}
@@ -130,17 +130,15 @@ class Vigil:
         this host that had ended before the heartbeats were read. `begun` is {rank: process ID}, for
         the ranks on this host that have begun.
         """
-        if not self._signs:
-            self._first = now
-            if self._queues and not launcher.begun:
-                self.began = now  # the launcher still waits in its queue
+        if not self._signs and (told or (self._queues and not launcher.begun)):
+            self.began = now  # the first rank has begun, or the launcher still waits in its queue
         self.note(told)
         signs = self.signs
         if now - self._last > max(5.0, self.limits.heartbeat / 2):
             # `mpidist launch` itself was stopped for a while, so all times are counted from now.
             self._beats = {rank: (beat, now) for rank, (beat, _) in self._beats.items()}
             self._since.clear()
-            self._stepped = self._first = self.began = now
+            self._stepped = self.began = now
         self._last = now
         there = [sign for sign in signs if not sign.left]
         if not self._dead_ends:
@@ -166,7 +164,7 @@ class Vigil:
         if why := self._held_up(launcher, bool(signs), len(signs) == self.ranks and not there, now):
             return why
         late = self.limits.start or (START if signs else float("inf"))
-        if len(signs) < self.ranks and now - (self._first if signs else self.began) > late:
+        if len(signs) < self.ranks and now - self.began > late:
             return f"only {len(signs)} of {self.ranks} ranks began within {late:g} s"
         return self._stalled(signs, there, now)
 

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..launch import heartbeat
-from ..launch.claims import WHOLE_BARRIERS
 from ..launch.environment import ATTEMPT_BEFORE, MEMORY_FOLDER
 from ..launch.launchers import launch_environment
 from ..launch.process_table import stat_of
@@ -128,7 +127,7 @@ class RunningAttempt:
             # Other launchers pass on the whole environment, also to other hosts.
             words += [word for name in told for word in ("-x", name)]
         self.began = time.monotonic()
-        self.environment = {**WHOLE_BARRIERS, **launch_environment(), **slurm, **told}
+        self.environment = {**launch_environment(), **slurm, **told}
         self.elastic = commands.SURVIVE[0] in words
         script = commands.quick_start(kind, words[0], self.environment)
         script += (_SAY_PID if self.elastic else "") + _BEGIN

@@ -244,6 +244,7 @@ def gradients(workers, step):
     ("mode", "code", "words"),
     [
         ("early", 1, "md.elastic: the end of the steps before"),
+        exhaustive("start", 1, "raised TypeError: 'str' object cannot be"),
         ("later", 1, "ValueError: bad sample"),
         exhaustive("exits", 1, "rank 1 left after"),
         ("lazy", 1, "a differs: rank 0: float64 (1000,), rank 1: nothing"),

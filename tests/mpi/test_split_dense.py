@@ -146,23 +146,32 @@ def test_wrong_layers_raise_on_all_ranks(comm):
         models.SplitDense(comm, "a", 4, 4, split=SPLITS[comm.rank])
 
 
+def layer_of(comm, how):
+    """A layer, its weights, and memory for their gradients."""
+    layer = models.SplitDense(comm, "a", 4, 4, split=how)
+    weights = {name: np.ones(shape, np.float32) for name, shape in layer.shapes().items()}
+    return layer, weights, {name: np.empty_like(array)[None] for name, array in weights.items()}
+
+
+def call(what, layer, weights, gradients, x):
+    if what == "forward":
+        layer.forward(weights, x)
+    elif what == "backward":
+        layer.backward(weights, x, x.copy(), gradients)
+    else:
+        layer.backward_input(weights, x, x.copy())
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", SPLITS)
 @pytest.mark.parametrize("what", ["forward", "backward", "backward_input"])
 def test_batches_of_other_sizes(comm, what, how):
     """One rank has a sample more."""
     own = comm.Dup()
-    layer = models.SplitDense(own, "a", 4, 4, split=how)
-    weights = {name: np.ones(shape, np.float32) for name, shape in layer.shapes().items()}
-    gradients = {name: np.empty_like(array)[None] for name, array in weights.items()}
+    layer, weights, gradients = layer_of(own, how)
     x = np.ones((1, 5 + comm.rank, 4), np.float32)
-    calls = {
-        "forward": lambda: layer.forward(weights, x),
-        "backward": lambda: layer.backward(weights, x, x.copy(), gradients),
-        "backward_input": lambda: layer.backward_input(weights, x, x.copy()),
-    }
     with pytest.raises(MismatchError):
-        calls[what]()
+        call(what, layer, weights, gradients, x)
     md.free(own)
     own.Free()
 
@@ -188,19 +197,11 @@ def test_a_rank_that_raises_ends_the_others(comm, how):
 @pytest.mark.parametrize("what", ["forward", "backward", "backward_input"])
 def test_a_missing_parameter_of_one_rank_ends_the_others(comm, how, what):
     own = comm.Dup()
-    layer = models.SplitDense(own, "a", 4, 4, split=how)
-    weights = {name: np.ones(shape, np.float32) for name, shape in layer.shapes().items()}
-    gradients = {name: np.empty_like(array)[None] for name, array in weights.items()}
+    layer, weights, gradients = layer_of(own, how)
     last = comm.rank == comm.size - 1
     if last:
         (gradients if what == "backward" else weights).pop("a.weight")
     x = np.ones((1, 5, 4), np.float32)
-    dy = np.ones((1, 5, 4), np.float32)
-    calls = {
-        "forward": lambda: layer.forward(weights, x),
-        "backward": lambda: layer.backward(weights, x, dy, gradients),
-        "backward_input": lambda: layer.backward_input(weights, x, dy),
-    }
     with pytest.raises(KeyError if last else MismatchError, match=r"a\.weight"):
-        calls[what]()
+        call(what, layer, weights, gradients, x)
     comm.Barrier()

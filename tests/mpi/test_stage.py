@@ -231,14 +231,13 @@ def test_a_wrong_batch_on_one_rank_is_an_error_on_all(comm):
         (lambda s: s.step((inputs, labels[: 5 if first else 8])), "8 inputs but 5 labels"),
         (lambda s: s.step((inputs,) if first else (inputs, labels)), "not enough values"),
         (lambda s: s.predict(None if first else inputs), "has no len"),
-        (lambda s: s.predict({1: 2} if first else inputs), "unhashable|slice"),
-        (lambda s: s.visit(3 if first else s.parameters, print), "not iterable"),
+        (lambda s: s.predict(set(range(8)) if first else inputs), "not subscriptable"),
     ):
         group = comm.Dup()  # nothing else is possible on a communicator that has failed
         cuts = even_cuts("mlp", comm.size)
         grid = plan_stages(8, cuts=cuts, ranks=comm.size, microbatches=4)
         stage = md.Stage(group, network("mlp"), grid)
-        kinds = (ConfigError, ValueError, TypeError, KeyError) if first else MpidistError
+        kinds = (ConfigError, ValueError, TypeError) if first else MismatchError
         with pytest.raises(kinds, match=own):
             call(stage)
         comm.Barrier()
@@ -301,6 +300,8 @@ def test_arrays_may_be_visited_again(comm):
 @pytest.mark.ranks(2)
 def test_what_is_no_array_ends_a_visit_on_all_ranks(comm):
     stage = md.Stage(comm, network("mlp"), plan_stages(8, cuts=[3], ranks=2, microbatches=4))
+    with pytest.raises(TypeError if comm.rank == 1 else MpidistError, match="not iterable"):
+        stage.visit(3 if comm.rank == 1 else stage.parameters, print)
     wrong = {"wrong": "text"} if comm.rank == 1 else {}
     with pytest.raises((AttributeError, MismatchError), match="'str' object has no"):
         stage.visit({**stage.parameters, **wrong}, lambda name, array: None)

@@ -20,7 +20,7 @@ PURE = {"", "errors", "partition", "registry"}
 #: Files in one folder, `__init__` counted.
 FILES_IN_A_FOLDER = 14
 #: Lines of code, see `rooms.lines_of_code`.
-CORE_LINES, WHEEL_LINES = 20_180, 40_790
+CORE_LINES, WHEEL_LINES = 20_180, 40_780
 
 
 MODULES = {module: file.relative_to(ROOT).as_posix() for module, file in rooms.MODULES.items()}

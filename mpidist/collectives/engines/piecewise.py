@@ -71,10 +71,10 @@ class PieceSum:
 
     def _open(self, n: int, dtype, pieces: int, votes: int, like) -> None:
         """Check the arguments and allocate the memory. Collective."""
-        comm = self.context
+        size, rank = self.context.size, self.context.rank
         pieces = checked_whole("PieceSum: pieces", pieces, 1)
         self.n, self.pieces, self.votes = n, pieces, votes
-        start, stop = fixed_tree.cuts(pieces, comm.size)[comm.rank : comm.rank + 2]
+        start, stop = fixed_tree.cuts(pieces, size)[rank : rank + 2]
         self.mine = range(start, stop)
         self.dtype = work_dtype(dtype)
         self.held = max(len(fixed_tree.partials(start, stop, pieces)), 1)
@@ -282,10 +282,7 @@ class PieceSum:
         if self._ahead is not None:
             with self.context.call("piece_sum"):
                 if self._next != self.mine.stop:
-                    given = self._next - self.mine.start
-                    raise ProtocolError(
-                        f"begin: {given} of this rank's {len(self.mine)} pieces were added"
-                    )
+                    raise ProtocolError(f"begin: {self._added()}")
                 self._weigh()
                 vector = self.rows[: self.held].reshape(-1)
                 self._run = ProgramRun(self.context, self._ahead, vector)
@@ -304,10 +301,8 @@ class PieceSum:
         context = self.context
         with context.call("piece_sum"):
             if self._next != self.mine.stop or len(votes) != self.votes:
-                error = ProtocolError(
-                    f"finish: {self._next - self.mine.start} of this rank's {len(self.mine)} "
-                    f"pieces were added, and {len(votes)} of {self.votes} votes given"
-                )
+                given = f"{len(votes)} of {self.votes} votes given"
+                error = ProtocolError(f"finish: {self._added()}, and {given}")
                 if self._run is not None:  # the others wait in the sum that `begin` has begun
                     context.break_off(error, self._run.sequence)
                 raise error
@@ -336,6 +331,11 @@ class PieceSum:
         self._total = None
         self._stack.clear()
         self._next = self.mine.start
+
+    def _added(self) -> str:
+        """Return a text with the number of pieces that this rank has added."""
+        given = self._next - self.mine.start
+        return f"{given} of this rank's {len(self.mine)} pieces were added"
 
     def _message_plan(self, length: int) -> CachedPlan:
         """Return the prepared operation that adds the ranks' partial sums by messages.

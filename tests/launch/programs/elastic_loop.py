@@ -200,6 +200,17 @@ elif mode == "early":
             if world == 0 and step == 5:
                 break
 
+elif mode == "start":
+    # One rank names a wrong first step, and catches its error.
+    with md.elastic(comm, state) as group:
+        md.allreduce(group.comm, np.zeros(3))
+        try:
+            for step in group.steps("0" if world == 1 else 0, STEPS):
+                with step:
+                    one_step(group, step)
+        except TypeError:
+            time.sleep(0.5)
+
 elif mode == "later":
     # The others are in a call of MPI itself when a rank fails after the block.
     with md.elastic(comm, state) as group:
